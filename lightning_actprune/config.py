@@ -1,42 +1,49 @@
-"""How the tensors of a model are kept for backward: one value type, presets of it, and rules.
+"""How tensors are kept for backward: one settings class, presets of it, and rules.
 
-``Keep`` says how a tensor is kept: in how many bits, with how many of its blocks dropped. A preset has a ``Keep`` for
+A ``Keep`` says in how many bits a tensor is kept, and how many of its blocks are dropped. A preset has a ``Keep`` for
 each operator that it covers:
 
 ``paper``
-    The method of arXiv:2311.16883 at its usual setting: of the inputs of linear layers, 60 % of the blocks of 32 values
-    are dropped, the others kept as they are. No other operator is changed.
+    The method of arXiv:2311.16883 at its usual setting. Linear layers drop 60 % of the blocks of their input, 32 values
+    each, and keep the other blocks unchanged. No other operator is covered.
 ``balanced``
-    Every operator is covered, no block is dropped, and every value is kept in four bits, 4.5 with the header of its
-    block: a bit more than a quarter of 16-bit values. Gradients are the exact ones but for noise of mean zero. What is
-    not known to be linear (``saved``) is kept in eight, all that attention saves with it: where its weights are sharp,
-    query and key get a small difference of products with value and result, whose errors do not cancel. In eight bits
-    are also smooth activation functions in nets with eight or more of them and as many batch norms: in a long chain of
-    these the noise of each adds up; and inputs of linear layers with few rows, such as heads that read one token of
-    each sample, whose errors are most of a model's and whose bytes are next to nothing.
+    Every operator is covered and no block is dropped. Values have 4 bits, 4.5 with the headers of blocks, so they take
+    a bit more than a quarter of the memory of 16-bit values. Gradients are exact but for noise of mean zero. Three
+    kinds of tensors have 8 bits instead:
+
+    - What operations outside of supported layers save (``saved``), with all that attention saves. Where attention is
+      sharp, the gradients of query and key are small differences of products with the value and the result, in which
+      errors do not cancel.
+    - Smooth activation functions, in models with at least 8 of them and at least 8 batch norms: in such a long chain
+      the noise of each one adds up.
+    - Inputs of linear layers with fewer than 1024 rows, such as those of a head that reads one token of each sample.
+      They cause most of a model's error and take hardly any memory.
 ``max``
-    Every operator is covered, and no block is dropped unless a ``sparsity`` beside it asks for that; then a layer drops
-    blocks where these hold at most a fifth of its input's energy, and none elsewhere (see ``analysis.first_batch``).
-    Linear layers keep two bits a value and convolutions three, or two in nets with eight or more batch norms and fewer
-    smooth activation functions, such as ResNets. Activation functions keep three bits, norms and attention's value
-    four, layer scales two. Affine layers keep three, so that linear layers that read their output need none of their
-    own (see ``operators.reuse``). Few rows, query, key and the result of attention are kept as by ``balanced``.
-
+    Every operator is covered. Linear layers have 2 bits, convolutions 3, activation functions 3, norms 4, the value of
+    attention 4, and layer scales 2. Affine layers have 3, so that linear layers that read their output need no copy of
+    their own. Convolutions have 2 bits in models with at least 8 batch norms and fewer than 8 smooth activation
+    functions, such as ResNets. Inputs of few rows, and query, key and result of attention, are kept as by ``balanced``.
+    Blocks are dropped only with a ``sparsity``, and only in layers whose dropped blocks hold at most a fifth of the
+    energy (sum of squares) of their input in the first batch of a fit (``analysis.first_batch``).
 ``recompute``
-    The largest repeated class of blocks (``operators.recompute.find_blocks``) runs again in backward, from inputs that
-    are kept in eight bits. The layers in these blocks stay dense but for rules: what they keep is there for one block
-    at a time. All others keep eight bits, so that gradients are as good as exact.
+    The blocks of the model, its largest repeated classes of modules (``operators.recompute.find_blocks``), run again in
+    backward, from inputs in 8 bits. Layers inside of them stay dense unless a rule says otherwise: what these save is
+    there for one block at a time. All other operators have 8 bits, so gradients are nearly exact.
 
-Rules change that layer by layer. They are one ordered mapping from patterns to a ``Keep`` or ``None``, and *the first
-rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. What
-a ``Keep`` does not name is as the preset says, too: with ``"max"``, ``Keep(bits=4)`` keeps the inputs of linear layers
-in four bits, and still those with few rows in eight. Where the preset does not cover the operator, it is as ``Keep``
-says by default.
+Rules change a preset for some layers. They are one ordered mapping from patterns to a ``Keep``, a ``Recompute``, the
+name of a preset, or ``None``. *The first rule that matches a layer applies; ``None`` keeps the layer dense; a layer
+that no rule matches is kept as the preset says.* A ``Keep`` changes only the arguments that it names: with ``"max"``,
+``Keep(bits=4)`` keeps the inputs of linear layers in 4 bits, and those with few rows still in 8. If the preset does not
+cover the operator, the defaults of ``Keep`` apply.
 
-A pattern is a glob on fully qualified names (``"blocks.*.fc1"``; the model itself is ``"(root)"``), or ``"type:"`` and
-an operator (``"type:norm"``). ``"operation:"`` and the name of an operation, as the monitor's tables show it
-(``"operation:sin"``), is about what that saves where no layer is known: it adds one that is not known to be right with
-few bits (``codec.saved_ops``), or with ``None`` leaves what it saves as it is.
+A pattern is one of these:
+
+- A glob on full names, such as ``"blocks.*.fc1"``. The model itself is ``"(root)"``.
+- ``"type:"`` and an operator, such as ``"type:norm"``.
+- ``"operation:"`` and the name of an operation as the tables of ``ActivationMemoryMonitor`` show it, such as
+  ``"operation:sin"``. It is about tensors that the operation saves outside of supported layers. A ``Keep`` with
+  ``bits`` quantizes them even if the operation is not known to tolerate that (``codec.saved_ops``); ``None`` leaves
+  them unchanged.
 """
 
 from __future__ import annotations
@@ -66,24 +73,38 @@ _Class = TypeVar("_Class")
 BITS = (2, 3, 4, 8)
 """Bits that a value can be quantized to."""
 MIN_QUANTIZED_BLOCK = 8
-"""Least block size of quantized values: below, scale and offset cost as much as the fewer bits save."""
+"""Smallest block of quantized values: in smaller ones, scale and offset take as much memory as the fewer bits save."""
 HALF = 16
-"""Bits of inputs of a ``Recompute`` that are rounded to bfloat16 and not quantized."""
+"""Bits of a ``Recompute`` that rounds its inputs to bfloat16 instead of quantizing them."""
 MIN_FEATURES = 64
-"""Input features from which on presets cover a linear layer; a rule covers smaller ones too. Packing takes about as
-long for 16 as for 256 features (launches dominate), so each MiB saved costs 2.7 ms of eager step time at 16, 1.2 at 48,
-0.9 at 64, 0.1 at 768 (H200; ``benchmarks/tune.py features``)."""
+"""Fewest input features of a linear layer that presets cover; a rule covers smaller layers too. Launches dominate the
+time of packing, which is about the same for 16 as for 256 features, so each MiB saved costs 2.7 ms of eager step time
+at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; ``benchmarks/tune.py features``)."""
 SAVED: tuple[Operator, ...] = "saved", "query", "key", "value", "attended"
-"""What operations save: the last four are the inputs and the result of fused attention, and are kept as ``saved`` says
-where nothing is said of them."""
+"""Tensors that operations outside of supported layers save. The last four are the inputs and the result of fused
+attention, which are kept as ``saved`` says unless a preset or a rule names them."""
 TYPE = "type:"
-"""Begins a pattern that names an operator."""
+"""Prefix of a pattern that names an operator."""
 OPERATION = "operation:"
-"""Begins a pattern that names an operation."""
+"""Prefix of a pattern that names an operation."""
+
+
+# === Checks of arguments ==================================================================================
+
+
+def _wrong_argument(name: str, allowed: str, value: Any, hint: str, *, is_type: bool) -> TypeError | ValueError:
+    """Return the error to raise for an argument of a wrong type (``is_type``) or out of its range."""
+    if is_type:
+        return TypeError(f"`{name}` must be {allowed}, got {value!r} of type {type(value).__name__}. HINT: {hint}")
+    return ValueError(f"`{name}` must be {allowed}, got {value!r}. HINT: {hint}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_model(value: Any, name: str = "model") -> nn.Module:
-    """Return ``value`` if it is a module."""
+    """Return ``value`` if it is a module, else raise ``TypeError``."""
     if not isinstance(value, nn.Module):
         shown = "" if isinstance(value, Mapping) else f"{value!r} "  # a state_dict would print all its tensors
         raise TypeError(
@@ -94,86 +115,74 @@ def check_model(value: Any, name: str = "model") -> nn.Module:
 
 
 def check_flag(value: Any, name: str) -> bool:
-    """Return ``value`` if it is a bool: ``"no"`` would count as true."""
+    """Return ``value`` if it is a bool, else raise ``TypeError``: ``"no"`` would count as true."""
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a bool, got {value!r} of type {type(value).__name__}. HINT: True or False.")
+        raise _wrong_argument(name, "a bool", value, "True or False.", is_type=True)
     return value
 
 
 def check_count(value: Any, name: str, hint: str, least: int = 0) -> int:
-    """Return ``value`` as an int of at least ``least``; ``hint`` says what to do about an error."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` must be an int >= {least}, got {value!r}. HINT: {hint}")
-    if value < least:
-        raise ValueError(f"`{name}` must be an int >= {least}, got {value!r}. HINT: {hint}")
+    """Return ``value`` as an int if it is at least ``least``, else raise an error with ``hint``."""
+    if not _is_int(value) or value < least:
+        raise _wrong_argument(name, f"an int >= {least}", value, hint, is_type=not _is_int(value))
     return int(value)
 
 
 def check_share(value: Any, name: str) -> float:
-    """Return ``value`` as a float in [0, 1], a share of something."""
-    hint = "HINT: it is a share of the whole, not a percentage; 0.2 is a fifth."
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a number in [0, 1], got {value!r} of type {type(value).__name__}. {hint}")
-    if not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"`{name}` must be in [0, 1], got {value!r}. {hint}")
+    """Return ``value`` as a float if it is a share of a whole, in [0, 1], else raise an error."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= float(value) <= 1.0:
+        hint = "it is a share of the whole, not a percentage; 0.2 is a fifth."
+        raise _wrong_argument(name, "a number in [0, 1]", value, hint, is_type=not is_number)
     return float(value)
 
 
 def check_bits(value: Any, name: str = "bits") -> int | None:
-    """Return ``value`` if values can be quantized to so many bits, or are kept as they are (``None``)."""
-    hint = "HINT: 4 is next to free of error, 2 saves most, 8 is for what is not linear; None keeps values as they are."
+    """Return ``value`` as an int if values can be quantized to so many bits, or ``None``, else raise an error."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` must be 2, 3, 4, 8 or None, got {value!r} of type {type(value).__name__}. {hint}")
-    if value not in BITS:
-        raise ValueError(f"`{name}` must be 2, 3, 4, 8 or None, got {value!r}. {hint}")
+    if not _is_int(value) or value not in BITS:
+        hint = "4 is nearly exact, 2 saves most, 8 is for inputs of nonlinear operations; None keeps values unchanged."
+        raise _wrong_argument(name, "2, 3, 4, 8 or None", value, hint, is_type=not _is_int(value))
     return int(value)
 
 
 def check_block_size(value: Any, bits: int | None = None) -> int:
-    """Return ``value`` as a positive int, the values in a block, of which there must be some if they are quantized."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"`block_size` must be a positive int, got {value!r} of type {type(value).__name__}. "
-            "HINT: 32 is a good start; 16, 64 and 128 are the other usual choices."
-        )
-    if value < 1:
-        raise ValueError(
-            f"`block_size` must be a positive int, got {value!r}. HINT: 32 is a good start; a block larger than a row "
-            "is cut to the row."
-        )
+    """Return ``value`` as an int if blocks can have so many values, with ``bits`` if these are quantized."""
+    if not _is_int(value) or value < 1:
+        hint = "32 is a good start; 16, 64 and 128 are usual too. A block larger than a row is cut to the row."
+        raise _wrong_argument("block_size", "a positive int", value, hint, is_type=not _is_int(value))
     if bits is not None and value < MIN_QUANTIZED_BLOCK:
-        raise ValueError(
-            f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with bits={bits}, got {value}. HINT: each block has "
-            "a scale of its own; 32 is a good start. Values kept as they are (`bits=None`) have none."
-        )
+        hint = "each block has a scale of its own, so 32 is a good start. Without `bits` there are no scales."
+        allowed = f"at least {MIN_QUANTIZED_BLOCK} with bits={bits}"
+        raise _wrong_argument("block_size", allowed, value, hint, is_type=False)
     return int(value)
 
 
 def check_scope(value: Any) -> Scope:
-    """Return ``value`` if it names a scope within which blocks compete."""
+    """Return ``value`` if it is one of ``Scope``, else raise ``ValueError``."""
     if not isinstance(value, str) or value not in get_args(Scope):
-        raise ValueError(
-            f'`scope` must be "sample" or "token", got {value!r}. HINT: "sample" lets all blocks of one sample compete '
-            '(the paper), "token" only those of one row, for very long sequences.'
-        )
+        hint = '"sample" lets all blocks of a sample compete (the paper), "token" those of a row, for long sequences.'
+        raise _wrong_argument("scope", '"sample" or "token"', value, hint, is_type=False)
     return value  # type: ignore[return-value]
 
 
 def check_selection(value: Any) -> Selection:
-    """Return ``value`` if it names a way to choose the blocks that are kept."""
+    """Return ``value`` if it is one of ``Selection``, else raise ``ValueError``."""
     if not isinstance(value, str) or value not in get_args(Selection):
-        raise ValueError(
-            f'`selection` must be "largest", "swap" or "unbiased", got {value!r}. HINT: "largest" keeps the '
-            'blocks of the largest norm (the paper), "swap" lets those near the threshold change places at random, '
-            '"unbiased" draws blocks at random and scales them up, so that what is stored is the input on average.'
+        hint = (
+            '"largest" keeps the blocks of the largest norm (the paper), "swap" lets those near the threshold change '
+            'places at random, "unbiased" draws blocks at random and scales them up, so that their mean is the input.'
         )
+        raise _wrong_argument("selection", '"largest", "swap" or "unbiased"', value, hint, is_type=False)
     return value  # type: ignore[return-value]
 
 
+# === Settings of a tensor and of a module =================================================================
+
+
 class KeepArguments(TypedDict, total=False):
-    """Some arguments of ``Keep``, as a configuration file gives them."""
+    """Arguments of ``Keep`` in a configuration file, where a rule may be a mapping of some of them."""
 
     bits: int | None
     sparsity: float | SparsitySchedule
@@ -187,8 +196,8 @@ class KeepArguments(TypedDict, total=False):
 KEEP_FIELDS = tuple(KeepArguments.__annotations__)
 
 
-def _noting_arguments(cls: type[_Class]) -> type[_Class]:
-    """Let instances of ``Keep`` know which arguments were passed."""
+def _record_arguments(cls: type[_Class]) -> type[_Class]:
+    """Let instances of ``Keep`` record which arguments were passed."""
     init: Callable[..., None] = cls.__init__
 
     @functools.wraps(init)
@@ -203,26 +212,28 @@ def _noting_arguments(cls: type[_Class]) -> type[_Class]:
     return cls
 
 
-@_noting_arguments
+@_record_arguments
 @dataclass(frozen=True)
 class Keep:
-    """How a tensor is kept for backward. In a rule, the preset says what is not named (see the module).
+    """How a tensor is kept for backward. In a rule, it changes only the arguments that are passed (see the module).
 
     Args:
-        bits: Bits of each value, 2, 3, 4 or 8: quantized, with a scale for each block and random errors of mean zero
-            (``codec.formats``). ``None`` keeps values as they are.
-        sparsity: Fraction of blocks dropped, in [0, 1), or a schedule of it. Only linear layers and convolutions drop
-            blocks; what else a pattern matches keeps all of them, and a rule for other operators alone is an error.
-        block_size: Consecutive values per block, positive, at least 8 with ``bits``; cut to the row if larger.
-        scope: Within what blocks compete: ``"sample"``, all blocks of a sample, or ``"token"``, those of a row.
-        selection: Which blocks are kept: ``"largest"``, those of the largest norm (the paper), or, at random,
-            ``"swap"`` or ``"unbiased"`` (``codec.blocks``). Without effect at sparsity 0.
-        max_dropped_energy: Largest share of an input's energy, in [0, 1], that its dropped blocks may hold in the first
-            batch of a fit; a layer above it drops none. 1 judges none.
-        fine_rows: Rows, such as tokens, below which the input of a linear layer is kept in eight bits and loses no
-            block: errors of so few rows do not cancel. Without effect without ``bits``, or in eight.
-        explicit: Names of arguments that a rule names beside those that differ from their defaults; by default of
-            those that were passed.
+        bits: Bits of each value: 2, 3, 4 or 8. Values are quantized, with a scale for each block and random errors of
+            mean zero (``codec.formats``). ``None`` keeps values unchanged.
+        sparsity: Fraction of the blocks of each sample that are dropped, in [0, 1), or a schedule of it. Only linear
+            layers and convolutions drop blocks. Other layers that a rule matches keep all of theirs, and a rule that
+            matches only such layers is an error.
+        block_size: Consecutive values of a row that form a block: positive, and at least 8 with ``bits``. A block that
+            is larger than a row is cut to the row.
+        scope: Which blocks compete to be kept: ``"sample"``, all blocks of a sample, or ``"token"``, those of one row.
+        selection: Which blocks are kept. ``"largest"`` keeps those of the largest norm, as in the paper. ``"swap"`` and
+            ``"unbiased"`` choose at random (``codec.blocks``). No effect at sparsity 0.
+        max_dropped_energy: Largest share of the energy (sum of squares) of a layer's input that its dropped blocks may
+            hold in the first batch of a fit, in [0, 1]. A layer that exceeds it drops nothing; no layer exceeds 1.
+        fine_rows: Rows, such as tokens, below which the input of a linear layer is kept in 8 bits and drops no blocks,
+            since errors of so few rows do not cancel. No effect without ``bits``, or with 8.
+        explicit: Names of arguments that count as passed even if they have their default value. By default, the names
+            of all arguments that were passed.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -254,7 +265,7 @@ class Keep:
         check_scope(self.scope)
         check_selection(self.selection)
         object.__setattr__(self, "max_dropped_energy", check_share(self.max_dropped_energy, "max_dropped_energy"))
-        hint = "rows of a linear layer's input, such as 1024; 0 makes no difference between inputs."
+        hint = "rows of a linear layer's input, such as 1024; 0 treats all inputs the same."
         object.__setattr__(self, "fine_rows", check_count(self.fine_rows, "fine_rows", hint))
 
     def __repr__(self) -> str:
@@ -267,23 +278,24 @@ class Keep:
 
     @property
     def stored_bits(self) -> int:
-        """Bits of each stored value, 0 for values as they are: how codec and kernels are told."""
+        """Bits of each stored value, 0 for unchanged values, as the codec and the kernels take them."""
         return self.bits or 0
 
     @property
     def changes(self) -> bool:
-        """Whether anything is kept in another way than a dense layer would."""
+        """Whether a tensor is kept differently from a dense layer."""
         return self.bits is not None or isinstance(self.sparsity, SparsitySchedule) or self.sparsity > 0
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """A module that runs again in backward, from inputs that are kept in few bits (``operators.recompute``).
+    """Run a module again in backward, from inputs that are stored in few bits (``operators.recompute``).
 
     Args:
-        bits: Bits of each value of its inputs that need a gradient: 2, 3, 4 or 8, quantized as those of ``Keep``, 16,
-            rounded to bfloat16, or ``None``, as they are: then it is an activation checkpoint, and exact.
-        block_size: Consecutive values with a scale of their own, at least 8.
+        bits: Bits of each value of its inputs that need a gradient. 2, 3, 4 or 8 quantizes them as ``Keep`` does, 16
+            rounds them to bfloat16. ``None`` stores them exactly: that is an activation checkpoint, with exact
+            gradients.
+        block_size: Consecutive values that share a scale, at least 8.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -298,19 +310,21 @@ class Recompute:
     block_size: int = 32
 
     def __post_init__(self) -> None:
-        quantized = self.bits if self.bits == HALF and not isinstance(self.bits, bool) else check_bits(self.bits)
-        object.__setattr__(self, "bits", quantized)
-        object.__setattr__(self, "block_size", check_block_size(self.block_size, MIN_QUANTIZED_BLOCK))
+        bits = self.bits if self.bits == HALF and not isinstance(self.bits, bool) else check_bits(self.bits)
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "block_size", check_block_size(self.block_size, bits or BITS[-1]))
 
 
 Rule: TypeAlias = Keep | Recompute | Mapping[str, Any] | str | None
-"""What a rule may be: a ``Keep`` or a mapping of its arguments, a ``Recompute`` or ``{"recompute": bits}``, the name of
-a preset, ``None`` or ``"dense"``."""
+"""A rule: a ``Keep`` or a mapping of its arguments, a ``Recompute`` or ``{"recompute": bits}``, the name of a preset,
+``None`` or ``"dense"``."""
+
+# === Presets ==============================================================================================
 
 MANY_LAYERS = 8
-"""Batch norms, and smooth activation functions, from which on presets are other ones (see the module)."""
+"""Batch norms, and smooth activation functions, from which on two presets change (see the module)."""
 FINE_ROWS = 1024
-"""Rows below which presets keep the input of a linear layer in eight bits."""
+"""Rows below which presets keep the input of a linear layer in 8 bits."""
 PRESETS: dict[PresetName, dict[Operator, Keep]] = {
     "paper": {"linear": Keep(sparsity=0.6)},
     "balanced": {
@@ -336,19 +350,22 @@ PRESETS: dict[PresetName, dict[Operator, Keep]] = {
 PRESETS["recompute"] = {operator: replace(keep, bits=8) for operator, keep in PRESETS["balanced"].items()}
 
 
+# === Settings of a model ==================================================================================
+
+
 @dataclass(frozen=True)
 class Config:
-    """How each layer of a model is kept: a preset, what replaces parts of it, and rules.
+    """How each layer of a model is kept: a preset, arguments that change it for all layers, and rules.
 
     Args:
-        preset: Name of a preset; by default ``"paper"`` with a ``sparsity``, and ``"balanced"`` without.
-        sparsity: In place of the preset's, for the operators that drop blocks.
-        block_size: In place of the preset's, for all operators.
-        rules: See the module.
+        preset: Name of a preset, by default ``"paper"`` with a ``sparsity`` and ``"balanced"`` without one.
+        sparsity: Replaces the preset's, for operators that drop blocks.
+        block_size: Replaces the preset's, for all operators.
+        rules: Settings of some layers (see the module).
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range or names nothing that there is.
+        ValueError: If an argument is out of range, or names a preset or an operator that does not exist.
     """
 
     preset: PresetName | None = None
@@ -374,7 +391,7 @@ class Config:
         object.__setattr__(self, "_rules", check_rules(self.rules))
 
     def fitted(self, batch_norms: int, smooth_activations: int) -> Config:
-        """Return this as it is for a model with so many layers of these kinds (see the module)."""
+        """Return the settings for a model with so many layers of these two kinds (see the module)."""
         if batch_norms < MANY_LAYERS:
             return self
         fitted, base = copy(self), dict(self._base)
@@ -386,10 +403,10 @@ class Config:
         return fitted
 
     def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:
-        """Return the pattern of the rule that counts for a layer with these names, ``None`` if none matches.
+        """Return the pattern of the rule that applies to a layer with these names, ``None`` if no rule does.
 
-        What operations save that no layer is known for (``saved``) is a matter of rules by type and of ``None``: other
-        rules by name are about the layers.
+        Tensors of operations outside of supported layers (``saved``) follow rules by type, and rules of ``None`` by
+        name: all other rules by name are about layers.
         """
         types = {TYPE + operator, TYPE + ("saved" if operator in SAVED else operator)}
         for pattern, rule in self._rules.items():
@@ -402,26 +419,26 @@ class Config:
         return None
 
     def keep_of(self, fqns: Sequence[str], operator: Operator) -> Keep | None:
-        """Return how a layer with these names is kept, ``None`` if it stays dense."""
+        """Return the settings of a layer with these names, ``None`` if it stays dense."""
         pattern = self.rule_of(fqns, operator)
         rule = self._base if pattern is None else self._rules[pattern]
         assert not isinstance(rule, Recompute)
         if rule is None:
             return None
-        kept = PRESETS[rule] if isinstance(rule, str) else self._base if isinstance(rule, Keep) else rule
-        inherited = kept.get(operator, kept.get("saved") if operator in SAVED else None)
+        preset = PRESETS[rule] if isinstance(rule, str) else self._base if isinstance(rule, Keep) else rule
+        base = preset.get(operator, preset.get("saved") if operator in SAVED else None)
         if not isinstance(rule, Keep):
-            return inherited
+            return base
         try:
-            explicit = rule.explicit if inherited is None else rule.explicit | inherited.explicit
-            return replace(inherited or rule, **rule.named, explicit=explicit)
+            explicit = rule.explicit if base is None else rule.explicit | base.explicit
+            return replace(base or rule, **rule.named, explicit=explicit)
         except ValueError as error:
             raise ValueError(f"`rules[{pattern!r}]` for {operator!r}: {error}") from error
 
     def recompute_of(self, fqns: Sequence[str], blocks: Container[str] = ()) -> Recompute | None:
-        """Return how a module with these names is run again in backward, ``None`` if it is not.
+        """Return how a module with these names runs again in backward, ``None`` if it does not.
 
-        ``blocks``: the names of those that run again where no rule says otherwise.
+        ``blocks`` are the names of modules that run again unless a rule says otherwise.
         """
         for pattern, rule in self._rules.items():
             if isinstance(rule, Recompute | None) and matches(fqns, pattern):
@@ -430,15 +447,15 @@ class Config:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any module is to run again in backward."""
+        """Whether the preset or a rule lets any module run again in backward."""
         return self.preset == "recompute" or any(isinstance(rule, Recompute) for rule in self._rules.values())
 
     def keep_of_all(self, operator: Operator) -> Keep | None:
-        """Return how ``operator`` is kept by the preset, and by rules whose pattern matches whatever the name."""
+        """Return the settings of ``operator`` by the preset and by rules that match any name, ``None`` for dense."""
         return self.keep_of([""], operator)
 
     def why_dense(self, fqns: Sequence[str], operator: Operator) -> str:
-        """Return why a layer of which ``keep_of`` returns ``None`` stays dense."""
+        """Return the reason why a layer stays dense, for which ``keep_of`` returns ``None``."""
         pattern = self.rule_of(fqns, operator)
         if pattern is None:
             return f"preset {self.preset!r} covers {listed(self._base)} only"
@@ -446,7 +463,7 @@ class Config:
 
     @property
     def operations(self) -> dict[str, int | None]:
-        """The bits in which rules keep what operations save, by their names, ``None`` for as it is."""
+        """The bits of tensors that some operations save, by the operations that rules name; ``None`` for unchanged."""
         named = ((pattern, rule) for pattern, rule in self._rules.items() if pattern.startswith(OPERATION))
         return {
             pattern.removeprefix(OPERATION): rule.bits if isinstance(rule, Keep) else None for pattern, rule in named
@@ -454,63 +471,64 @@ class Config:
 
     @property
     def keeps(self) -> list[Keep]:
-        """Every ``Keep`` that a layer may have."""
+        """All settings that some layer may have."""
         own = [PRESETS[rule] if isinstance(rule, str) else {"": rule} for rule in self._rules.values()]
-        return [keep for kept in (self._base, *own) for keep in kept.values() if isinstance(keep, Keep)]
+        return [keep for preset in (self._base, *own) for keep in preset.values() if isinstance(keep, Keep)]
 
     def check_that_rules_count(self, layers: Sequence[tuple[Sequence[str], Operator]], modules: Iterable[str]) -> None:
-        """Raise ``ValueError`` if a rule counts for nothing, as one with a typo in its pattern, or drops nothing.
+        """Raise ``ValueError`` if a rule applies to nothing, such as one with a typo, or has a sparsity in vain.
 
         Args:
-            layers: All names of each layer that is known, and its operator.
-            modules: All names of modules, which rules of ``None`` may be about too.
+            layers: All names of each supported layer, and its operator.
+            modules: All names of modules, which a ``Recompute`` and a rule of ``None`` may also be about.
         """
-        counting: dict[str | None, list[Operator]] = {}
+        operators_of: dict[str | None, list[Operator]] = {}
         for fqns, operator in layers:
-            counting.setdefault(self.rule_of(fqns, operator), []).append(operator)
+            operators_of.setdefault(self.rule_of(fqns, operator), []).append(operator)
         for pattern, rule in self._rules.items():
-            if pattern in counting:
-                _check_drops(pattern, rule, counting[pattern])
-        others = list(modules)
+            if pattern in operators_of:
+                _check_drops(pattern, rule, operators_of[pattern])
+        module_names = list(modules)
         for pattern, rule in self._rules.items():
             part = pattern.removeprefix(TYPE) if pattern.startswith(TYPE) else None
-            if pattern in counting or pattern == "*" or (part is not None and (part not in SAVED[1:] or rule is None)):
+            if pattern in operators_of or pattern == "*":
+                continue
+            if part is not None and (part not in SAVED[1:] or rule is None):
                 continue
             if part is not None and self.rule_of([""], part) != pattern:
                 raise ValueError(
                     f"`rules` pattern {pattern!r} never counts, since an earlier one is about all that operations "
-                    "save. HINT: the first rule that matches counts; put this one before it."
+                    "save. HINT: the first rule that matches applies; put this one before it."
                 )
             if pattern.startswith(OPERATION) or part is not None:
                 if self.keep_of(["(root)"], "saved") is not None:
                     continue
                 raise ValueError(
-                    f"`rules` pattern {pattern!r} counts for nothing, since what operations save is not covered. HINT: "
-                    "cover it (`rules={\"type:saved\": Keep(bits=8)}`), as the presets 'balanced' and 'max' do."
+                    f"`rules` pattern {pattern!r} counts for nothing, since tensors that operations save are not "
+                    "covered. HINT: cover them (`rules={\"type:saved\": Keep(bits=8)}`), as the presets 'balanced' and "
+                    "'max' do."
                 )
             if not isinstance(rule, Recompute) and any(matches(fqns, pattern) for fqns, _ in layers):
                 raise ValueError(
                     f"`rules` pattern {pattern!r} never counts, since earlier patterns match all its layers. HINT: the "
-                    "first rule that matches a layer counts; put this one before them."
+                    "first rule that matches a layer applies; put this one before them."
                 )
-            if isinstance(rule, Recompute | None) and matches(others, pattern):
+            if isinstance(rule, Recompute | None) and matches(module_names, pattern):
                 continue
             names = [fqns[0] for fqns, _ in layers]
-            near = difflib.get_close_matches(pattern, names, 1)
-            meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"`rules` pattern {pattern!r} matches no layer{meant} HINT: a pattern matches the whole name, or is "
-                f"'type:' and an operator; the layers are: {shortened(names)}."
+                f"`rules` pattern {pattern!r} matches no layer{suggest(pattern, names)} HINT: a pattern matches the "
+                f"whole name, or is 'type:' and an operator; the layers are: {shortened(names)}."
             )
 
     @property
     def attention(self) -> dict[str, int]:
-        """The bits of what fused attention saves, by what it is, 0 for as it is."""
-        kept = {part: self.keep_of_all(part) for part in SAVED[1:]}
-        return {part: 0 if keep is None else keep.stored_bits for part, keep in kept.items()}
+        """The bits of query, key, value and result of fused attention, 0 for unchanged."""
+        keeps = {part: self.keep_of_all(part) for part in SAVED[1:]}
+        return {part: 0 if keep is None else keep.stored_bits for part, keep in keeps.items()}
 
     def described(self) -> dict[str, Any]:
-        """Return everything in primitives, for a checkpoint; the order of rules counts."""
+        """Return the settings in primitives, for a checkpoint. Rules are a list, since their order matters."""
         return {
             "kept": {operator: repr(keep) for operator, keep in self._base.items()},
             "rules": [[pattern, repr(rule)] for pattern, rule in self._rules.items()],
@@ -523,7 +541,7 @@ def drops_blocks(operators: Iterable[str]) -> list[Operator]:
 
 
 def matches(fqns: Iterable[str], pattern: str) -> bool:
-    """Return whether one of a layer's names matches ``pattern``."""
+    """Return True if one of a layer's names matches ``pattern``."""
     return any(fnmatchcase(fqn, pattern) for fqn in fqns)
 
 
@@ -533,59 +551,58 @@ def listed(names: Iterable[str]) -> str:
 
 
 def shortened(names: Sequence[str], most: int = 8) -> str:
-    """Return the first of ``names``, and how many there are if these are not all."""
+    """Return the first ``most`` names, and how many there are if these are not all."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
-def meant(value: Any, names: Iterable[str]) -> str:
-    """Return which of ``names`` may be meant by ``value``, as a clause, empty if none is near."""
+def suggest(value: Any, names: Iterable[str]) -> str:
+    """Return the end of a sentence: the one of ``names`` that is most like ``value``, or a full stop if none is."""
     near = difflib.get_close_matches(str(value), list(names), 1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
+# === Checks of rules and presets ==========================================================================
+
+
 def check_rules(value: Any) -> dict[str, Keep | Recompute | PresetName | None]:
-    """Return ``value`` as a mapping from patterns to a ``Keep``, the name of a preset, or ``None``."""
-    example = 'HINT: such as {"head": None, "blocks.*.fc1": Keep(bits=4), "type:norm": Keep(bits=4)}.'
+    """Return ``value`` as a mapping from patterns to a ``Keep``, a ``Recompute``, the name of a preset or ``None``."""
+    example = 'such as {"head": None, "blocks.*.fc1": Keep(bits=4), "type:norm": Keep(bits=4)}.'
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f"`rules` must be a mapping from patterns to Keep or None, got {value!r} of type {type(value).__name__}. "
-            f"{example}"
-        )
+        raise _wrong_argument("rules", "a mapping from patterns to Keep or None", value, example, is_type=True)
     for pattern in value:
         if not isinstance(pattern, str) or not pattern:
-            raise TypeError(f"`rules` must have patterns as its keys, got {pattern!r}. {example}")
+            raise TypeError(f"`rules` must have patterns as its keys, got {pattern!r}. HINT: {example}")
         operator = pattern.removeprefix(TYPE)
         if pattern.startswith(TYPE) and operator not in get_args(Operator):
             raise ValueError(
-                f"`rules` pattern {pattern!r} names no operator{meant(operator, get_args(Operator))} HINT: the "
+                f"`rules` pattern {pattern!r} names no operator{suggest(operator, get_args(Operator))} HINT: the "
                 f"operators are {listed(get_args(Operator))}."
             )
     rules = {pattern: _check_rule(rule, f"rules[{pattern!r}]", example) for pattern, rule in value.items()}
     for pattern, rule in rules.items():
+        name = f"rules[{pattern!r}]"
         if isinstance(rule, Recompute) and pattern.startswith((TYPE, OPERATION)):
-            raise ValueError(
-                f"`rules[{pattern!r}]` must be a Keep or None, got {value[pattern]!r}. HINT: modules that run again "
-                'are named, as {"blocks.*": Recompute(bits=8)}; the outermost ones that match do.'
+            hint = (
+                "a Recompute needs a pattern on names, such as 'blocks.*'; the outermost modules that match run again."
             )
+            raise _wrong_argument(name, "a Keep or None", value[pattern], hint, is_type=False)
         if pattern.startswith(OPERATION) and rule is not None and not (isinstance(rule, Keep) and rule.bits):
-            raise ValueError(
-                f"`rules[{pattern!r}]` must be a Keep with `bits`, or None, got {value[pattern]!r}. HINT: such as "
-                "Keep(bits=8); None leaves what the operation saves as it is."
-            )
+            hint = "such as Keep(bits=8); None leaves the tensors that the operation saves unchanged."
+            raise _wrong_argument(name, "a Keep with `bits`, or None", value[pattern], hint, is_type=False)
         if pattern.startswith((TYPE, OPERATION)):
             _check_drops(pattern, rule, [pattern.removeprefix(TYPE)])
     return rules
 
 
 def _check_drops(pattern: str, rule: Rule, operators: Sequence[Operator | str]) -> None:
-    """Raise ``ValueError`` if a rule names a sparsity, and counts only for operators that drop no blocks."""
+    """Raise ``ValueError`` if a rule has a sparsity and applies only to operators that drop no blocks."""
     if isinstance(rule, Keep) and "sparsity" in rule.explicit and rule.sparsity and not drops_blocks(operators):
         shown = ", ".join(dict.fromkeys(operators))
         raise ValueError(
             f"`rules[{pattern!r}]` has a `sparsity`, and {shown} cannot drop blocks, got {rule!r}. HINT: only linear "
-            "layers and convolutions can; name the bits of others, as in Keep(bits=4)."
+            "layers and convolutions can; give other operators bits, as in Keep(bits=4)."
         )
 
 
@@ -597,8 +614,10 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
             return None
         if value in get_args(PresetName):
             return value  # type: ignore[return-value]
-        known = ("dense", *get_args(PresetName))
-        raise ValueError(f"`{name}` must be one of {listed(known)}, got {value!r}{meant(value, known)} {example}")
+        names = ("dense", *get_args(PresetName))
+        raise ValueError(
+            f"`{name}` must be one of {listed(names)}, got {value!r}{suggest(value, names)} HINT: {example}"
+        )
     if isinstance(value, Mapping) and list(value) == ["recompute"]:
         try:
             return Recompute(value["recompute"])
@@ -606,10 +625,10 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
             raise type(error)(f"`{name}`: {error}") from error
     if not isinstance(value, Mapping) or not all(key in KEEP_FIELDS for key in value):
         unknown = next((key for key in value if key not in KEEP_FIELDS), None) if isinstance(value, Mapping) else None
-        near = "." if unknown is None else f": {unknown!r} is none of them{meant(unknown, KEEP_FIELDS)}"
+        near = "." if unknown is None else f": {unknown!r} is none of them{suggest(unknown, KEEP_FIELDS)}"
         raise TypeError(
             f"`{name}` must be a Keep, a mapping of some of {listed(KEEP_FIELDS)}, the name of a preset, 'dense' or "
-            f"None, got {value!r}{near} {example}"
+            f"None, got {value!r}{near} HINT: {example}"
         )
     try:
         return Keep(**value)
@@ -618,11 +637,11 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
 
 
 def check_preset(value: Any) -> PresetName | None:
-    """Return ``value`` if it names a preset, or is ``None``."""
+    """Return ``value`` if it is the name of a preset or ``None``, else raise ``ValueError``."""
     if value is not None and (not isinstance(value, str) or value not in PRESETS):
         raise ValueError(
-            f"`preset` must be one of {listed(PRESETS)} or None, got {value!r}{meant(value, PRESETS)} HINT: 'paper' "
-            "drops blocks as the paper does, 'balanced' quantizes to four bits, 'max' saves most without running "
-            "anything again, 'recompute' runs blocks again; a sparsity is an argument of its own, `sparsity=0.6`."
+            f"`preset` must be one of {listed(PRESETS)} or None, got {value!r}{suggest(value, PRESETS)} HINT: 'paper' "
+            "drops blocks as in the paper, 'balanced' quantizes to 4 bits, 'max' saves most without running anything "
+            "again, 'recompute' runs blocks again in backward. A sparsity is another argument, `sparsity=0.6`."
         )
     return value

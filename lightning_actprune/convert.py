@@ -43,7 +43,7 @@ from lightning_actprune.operators.base import (
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import drop_idle_hooks
 from lightning_actprune.operators.linear import CompressedLinear
-from lightning_actprune.operators.recompute import RecomputedModule, RecomputeState, find_blocks, recomputed_class
+from lightning_actprune.operators.recompute import RecomputedModule, RecomputeState, find_blocks
 from lightning_actprune.operators.registry import (
     LEFT_DENSE,
     ROOT,
@@ -53,6 +53,7 @@ from lightning_actprune.operators.registry import (
     layers,
     operator_of,
     plain_name,
+    recomputed_class,
     weights_of,
 )
 from lightning_actprune.operators.saved import SavedTensorCompression

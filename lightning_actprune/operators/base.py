@@ -25,7 +25,7 @@ from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.config import Keep, Operator
-from lightning_actprune.operators.shards import forward_of, is_split
+from lightning_actprune.operators.tensor_parallel import forward_dtensor, has_dtensor_parameters
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
 Marks = tuple[str, str, int, bool]
@@ -134,8 +134,8 @@ class Converted:
 
     dense_class: ClassVar[type[nn.Module]]
     """What the module is otherwise."""
-    runs_again: ClassVar[bool] = False
-    """Whether it runs again in backward."""
+    is_recomputed: ClassVar[bool] = False
+    """Whether backward runs the forward of the module again."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = vars(self).get("_state")
@@ -181,12 +181,12 @@ class CompressedLayer(Converted):
     one_bit: ClassVar[bool] = False
     """Whether it keeps one bit a value, whatever its bits are."""
     takes_shards: ClassVar[bool] = False
-    """Whether it runs on shards of DTensors (``operators.shards``)."""
+    """Whether it runs on shards of DTensors (``operators.tensor_parallel``)."""
     always_own: ClassVar[bool] = False
     """Whether a compiler sees its own operators, whatever it is told; what only routes has no state."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Of what a class of another package reads in its forward, where others that compute the same are known by its code
-    (``operators.alike``): some names by which classes are left out that do not; by default a class is known by name."""
+    """Names that the forward of a class of another package reads. A class that reads them too is compared with it by
+    its code (``operators.registry``); by default classes are recognised by name alone."""
     _state: LayerState
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -214,8 +214,8 @@ class CompressedLayer(Converted):
                     return traced(self, dense, state, args, kwargs)  # type: ignore[arg-type]
             if splits and len(args) + len(kwargs) == 1:
                 x = args[0] if args else next(iter(kwargs.values()))
-                if isinstance(x, DTensor) and is_split(self):
-                    return forward_of(self, compressed, dense.forward, x)  # type: ignore[union-attr]
+                if isinstance(x, DTensor) and has_dtensor_parameters(self):
+                    return forward_dtensor(self, compressed, dense.forward, x)  # type: ignore[union-attr]
             return compressed(self, *args, **kwargs)
 
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.

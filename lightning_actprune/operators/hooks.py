@@ -101,7 +101,7 @@ def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Mo
         return set()
     if getattr(module, "_compiler_ctx", None) is not None:  # of Lightning, whose steps are compiled
         return set()
-    if isinstance(module, Converted) and module.runs_again and not running_again:
+    if isinstance(module, Converted) and module.is_recomputed and not running_again:
         return set()
     return {module}.union(*(eager_modules(child, running_again=running_again) for child in module.children()))
 

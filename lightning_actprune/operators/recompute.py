@@ -1,44 +1,42 @@
-r"""Modules that run again in backward, from inputs that are kept in few bits.
+r"""Modules that run again in backward, from inputs that are stored in few bits.
 
-Of a block ``y = f(x)`` a dense model keeps all that its operations save, an activation checkpoint the input ``x``
-alone: it runs ``f`` again when backward gets there. Here ``x`` is kept in few bits, ``x^``. The first run has the exact
-``x``, so the output, the loss and all that follows are those of the dense model, bit for bit. The second one only
-refills what operations have saved: the graph is that of the first run, so the gradient of ``x`` arrives where it
-belongs, and is ::
+For a block ``y = f(x)``, a dense model keeps everything that its operations save, and an activation checkpoint keeps
+only the input ``x`` and runs ``f`` again in backward. Here ``x`` is stored in few bits, as ``x^``. The first run reads
+the exact ``x``, so outputs and loss are those of the dense model, bit for bit. The second run only refills what the
+operations have saved. The graph is that of the first run, and the gradient of ``x`` is ::
 
     dx = J(x^)^T dy        in place of        J(x)^T dy
 
-with the Jacobian ``J`` of the block at a point that is off by no more than half a step of each of its blocks of values.
-Of a residual block, ``f(x) = x + h(x)``, the identity in ``J`` is exact, and ``h`` begins with a norm that divides by
-the stream's deviation: what counts is the error of ``x^`` over the deviation of ``x``, 0.2 % in eight bits and 4 % in
-four.
+with the Jacobian ``J`` of the block, taken at a point that is off by at most half a quantization step in each value. In
+a residual block ``f(x) = x + h(x)`` the identity in ``J`` is exact, and ``h`` begins with a norm, which divides by the
+standard deviation of its input. So what counts is the error of ``x^`` relative to the standard deviation of ``x``:
+0.2 % in eight bits, 4 % in four.
 
-It is torch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which restores random generators and autocast
-and stops the second run when the last tensor is there, around a function that is given what is stored in place of
-``x``, but takes the exact ``x`` out of a cell when it runs first. What is stored are arguments of the checkpoint, so
-hooks around it are given it as any saved tensor: a meter counts it, ``save_on_cpu`` moves it.
+It is built on torch's non-reentrant checkpoint (``torch.utils.checkpoint``), which restores random generators and
+autocast, and stops the second run when the last tensor is refilled. The checkpoint's arguments are the stored tensors,
+and the first run takes the exact ones from a list beside them. So hooks around the checkpoint see the stored tensors as
+saved tensors: a meter counts them, ``save_on_cpu`` moves them.
 
-Stored in few bits is each tensor among the arguments, in whatever lists, tuples and mappings, that needs a gradient
-and is no leaf: fp32 or 16 bits, of ``MIN_VALUES`` values or more, without gaps or overlaps, and no additive mask. All
-else is kept as it is, and autograd sees to it that nobody writes to it before backward. What is quantized may be
-written to: by the block itself or by whoever comes later. A tensor that several blocks get, as the output of an
-encoder, is stored once.
+A tensor among the arguments, inside any lists, tuples and mappings, is stored in few bits if it needs a gradient, is no
+leaf, is fp32 or has 16 bits, has at least ``MIN_VALUES`` values without gaps or overlaps, and is no additive mask. The
+module or anything after it may then write to it. All other tensors are stored exactly, and autograd raises an error if
+one of them is written to before backward. A tensor that several blocks read, such as the output of an encoder, is
+stored once.
 
-``operators.second_run`` sees to it that the second run computes what the first did, or raises an error that names the
-module. One run of each module keeps its inputs exactly, in a copy, so that both can be compared.
+``operators.second_run`` makes sure that the second run computes what the first one did, or raises an error that names
+the module. To compare both, one run of each module stores an exact copy of its inputs.
 
-The second run has to save as many tensors of the same shapes as the first. A block whose shapes depend on values that
-are computed from ``x``, as those of experts on a router, may not: that is such an error, and ``bits=None`` is the cure.
+The second run has to save as many tensors as the first, of the same shapes. If shapes depend on values that are
+computed from ``x``, as in a mixture of experts, they may differ and raise such an error; use ``bits=None`` there.
 
-A compiler that traces a module sees torch's checkpoint around the dense one, and its inputs marked: these are packed by
-the pass over the compiler's graph (``compiled.recompute``). Where no pass runs, they are kept as they are. A module
-that no graph holds, since it writes to attributes for example, runs without the compiler. One that reads a buffer that
-it writes to, which a compiler gets wrong, runs once (``compiled.recompute``).
+A compiler sees torch's checkpoint around the dense module, with marked inputs, which the pass over its joint graph
+packs (``compiled.recompute``). Without the pass they are stored exactly. Two kinds of modules are treated in another
+way: one that does not fit into a graph, for example since it writes to attributes, runs outside of compiled code; and
+one that reads a buffer that it writes to runs only once, since compilers get its second run wrong.
 """
 
 from __future__ import annotations
 
-import pkgutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,23 +67,22 @@ from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.hooks import dropped_by_checkpoint
 from lightning_actprune.operators.regions import Layout, as_read, layout_of, unpack_region
-from lightning_actprune.operators.second_run import FirstRun, Habits, NamedError
+from lightning_actprune.operators.second_run import FirstRun, RunHistory, SecondRunError
 
 MIN_VALUES = 2**10
-"""Tensors of fewer values stay as they are."""
-_PREFIX, _DOT = "Recomputed__", "__dot__"
+"""Tensors of fewer values are stored exactly."""
 
 
 class RecomputeState(NamedTuple):
-    """How the inputs of a module are kept.
+    """How the inputs of a module are stored, and what its runs have shown.
 
     Args:
-        keep: What a rule says.
-        owner: Who converted the module.
-        mark: What a compiler is told of the inputs, nothing while empty.
-        name: Of the module in the model.
+        keep: The setting of the rule that applies.
+        owner: Name of the conversion that the module belongs to.
+        mark: Text of the marks by which the compiled pass finds the inputs, empty for no marks.
+        name: Name of the module in the model.
         turn: How many of its runs come before the one that is compared with its second run.
-        habits: What its runs have shown, by training mode.
+        histories: What its runs have shown, by training mode.
     """
 
     keep: Recompute
@@ -93,53 +90,52 @@ class RecomputeState(NamedTuple):
     mark: str
     name: str
     turn: int
-    habits: dict[bool, Habits]
+    histories: dict[bool, RunHistory]
 
 
 class RecomputedModule(Converted):
     """Mixin of the classes that ``convert`` gives to modules that run again in backward."""
 
-    runs_again = True
+    is_recomputed = True
     _recompute: RecomputeState
 
     @property
     def recompute(self) -> Recompute:
-        """How the inputs of the module are kept."""
+        """How the inputs of the module are stored."""
         return self._recompute.keep
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the dense module does, and keep of its inputs what it can be run from again."""
-        if "_recompute" not in self.__dict__:  # reverted, and this method is held by somebody
+        """Run the dense module, and store its inputs for a second run in backward."""
+        if "_recompute" not in self.__dict__:  # reverted, while something still holds this method
             return type(self).forward(self, *args, **kwargs)
         dense = super().forward  # type: ignore[misc]
-        # Transforms of torch.func allow no hooks, and a trace is to know nothing of this package.
         if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
         if is_compiling():
-            return checkpointed(self, dense, args, kwargs)
-        if are_functorch_transforms_active() or is_tracing():  # neither allows hooks on what is saved
+            return run_in_graph(self, dense, args, kwargs)
+        if are_functorch_transforms_active() or is_tracing():  # neither allows hooks on saved tensors
             return dense(*args, **kwargs)
-        return recomputed(self, dense, args, kwargs)
+        return run_eagerly(self, dense, args, kwargs)
 
     def extra_repr(self) -> str:
-        """Show what the dense module prints, and that it runs again."""
+        """The text of the dense module, and how its inputs are stored."""
         shown: str = super().extra_repr()  # type: ignore[misc]
         return ", ".join(filter(None, (shown, f"recomputed from {kept_inputs(self.recompute)}")))
 
 
 def kept_inputs(keep: Recompute) -> str:
-    """Return how inputs are kept, in words."""
-    return "inputs as they are" if keep.bits is None else f"inputs in {keep.bits} bits"
+    """Describe how inputs are stored, for printed modules and reports."""
+    return "exact inputs" if keep.bits is None else f"inputs in {keep.bits} bits"
 
 
-class _Stored(NamedTuple):
+class _StoredFormat(NamedTuple):
     """How a tensor among the arguments is stored.
 
     Args:
-        dtype: Of the tensor.
-        shape: Of the tensor.
-        layout: How it is read and written, ``None`` where it is rounded alone.
-        bits: Of a value.
+        dtype: The tensor's own type.
+        shape: The tensor's own shape.
+        layout: How the tensor is cut into quantized blocks, ``None`` if it is not quantized.
+        bits: Bits of a stored value.
     """
 
     dtype: torch.dtype
@@ -148,35 +144,38 @@ class _Stored(NamedTuple):
     bits: int
 
     def read(self, values: Tensor) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor in its own type, shape and strides, in memory of its own."""
         if self.layout is None:
             return values.to(self.dtype, copy=True)  # the module may write to it
         dense = unpack_region(values, self.layout, self.bits, self.dtype)
-        # No view of it, which could not be written to.
-        place = dense.untyped_storage(), dense.storage_offset()
-        return dense.new_empty(0).set_(*place, self.shape, self.layout.dense_strides)
+        # A view of `dense` could not be written to, so this is a tensor on the same memory.
+        memory = dense.untyped_storage(), dense.storage_offset()
+        return dense.new_empty(0).set_(*memory, self.shape, self.layout.dense_strides)
 
 
-class _Read(torch.autograd.Function):
-    """A stored tensor as a result that needs a gradient, which a block may write to: a leaf it could not."""
+class _ReadFunction(torch.autograd.Function):
+    """Reads a stored tensor for the second run, as the result of an operation, which the module may write to.
+
+    A leaf that needs a gradient could not be written to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, needs_gradient: Tensor, values: Tensor, stored: _Stored) -> Tensor:
-        return stored.read(values)
+    def forward(ctx: Any, needs_gradient: Tensor, values: Tensor, stored_format: _StoredFormat) -> Tensor:
+        return stored_format.read(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("The graph of a recomputation is not the one that backward takes.")
+        raise AssertionError("Backward passes through the graph of the first run, never through that of the second.")
 
 
-def checkpointed(
+def run_in_graph(
     module: RecomputedModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return ``forward(*args, **kwargs)`` as a compiler is to see it: in a checkpoint, from marked inputs."""
+    """Call ``forward`` for a compiler that traces it: in a checkpoint, on marked inputs."""
     mark = module._recompute.mark
     name = module._recompute.name  # noqa: F841  # for `run_once_if_written`
     if mark:
-        args, kwargs = _mapped(Tensor, lambda x: marked(x, mark) if x.requires_grad else x, args, kwargs)
+        args, kwargs = _map_arguments(Tensor, lambda x: marked(x, mark) if x.requires_grad else x, args, kwargs)
     run = partial(_run_outside_of_graphs, module, lambda: forward(*args, **kwargs), [])
     outputs = checkpoint(run, use_reentrant=False)
     while_traced(run_once_if_written)
@@ -185,80 +184,85 @@ def checkpointed(
 
 @unseen_by_compilers
 def _run_outside_of_graphs(module: RecomputedModule, forward: Callable[[], Any], first: list[FirstRun]) -> Any:
-    """Return what ``forward`` does in torch's checkpoint, which a compiler calls where no graph holds the module."""
+    """Call ``forward`` in torch's checkpoint, which a compiler runs without a graph where the module fits into none."""
     if is_compiling():
         return forward()
     if first:
         return first[0].run_again(forward)
-    first.append(FirstRun(module, module._recompute.name, module._recompute.habits, turn=0))  # type: ignore[arg-type]
-    with first[0].noted():
+    first.append(FirstRun(module, module._recompute.name, module._recompute.histories, turn=0))  # type: ignore[arg-type]
+    with first[0].record():
         return forward()
 
 
-def recomputed(
+def run_eagerly(
     module: RecomputedModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
-    keep, _, _, name, turn, habits = module._recompute
+    """Call ``forward`` now, and again in backward with the arguments that were stored for it."""
+    keep, _, _, name, turn, histories = module._recompute
     if not any(x.requires_grad for x in tensors_in((args, kwargs))):
         trained = {parameter.requires_grad for parameter in module.parameters()}  # type: ignore[attr-defined]
         if trained == {False}:  # all is frozen, and the dense module keeps nothing
             return forward(*args, **kwargs)
     args, kwargs = _without_caches(name, args, kwargs)
-    inside = dropped_by_checkpoint(top_saved_tensors_hooks(False))  # has to store the same in its first runs, of two
-    first = FirstRun(module, name, habits, None if inside else 0 if keep.bits is None else turn)  # type: ignore[arg-type]
-    places: dict[int, _Place] = {}
-    kept: list[Tensor] = []
-    stored: list[_Stored | None] = []
+    # Inside another checkpoint the first run happens twice, and has to store the same both times.
+    is_inside = dropped_by_checkpoint(top_saved_tensors_hooks(False))
+    turn_here = None if is_inside else 0 if keep.bits is None else turn
+    first = FirstRun(module, name, histories, turn_here)  # type: ignore[arg-type]
+    placeholders: dict[int, _Placeholder] = {}
+    tensors: list[Tensor] = []
+    formats: list[_StoredFormat | None] = []
 
-    def store(leaf: Tensor) -> _Place:
-        if id(leaf) not in places:
-            places[id(leaf)] = _Place(len(kept))
-            how, values = _store(leaf, keep, len(kept), first)
-            kept.append(values)
-            stored.append(how)
-        return places[id(leaf)]
+    def store(leaf: Tensor) -> _Placeholder:
+        if id(leaf) not in placeholders:
+            placeholders[id(leaf)] = _Placeholder(len(tensors))
+            stored_format, values = _store(leaf, keep, len(tensors), first)
+            tensors.append(values)
+            formats.append(stored_format)
+        return placeholders[id(leaf)]
 
-    given = _mapped(Tensor, store, args, kwargs)
+    template = _map_arguments(Tensor, store, args, kwargs)
     exact = [(args, kwargs)]
     del args, kwargs
 
     def run(*values: Tensor) -> Any:
         if exact:
             own, by_name = exact.pop()
-            with first.noted():
+            with first.record():
                 return forward(*own, **by_name)
 
-        def again() -> Any:
-            read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
-            own, by_name = _mapped(_Place, lambda place: read[place.number], *given)
+        def rerun() -> Any:
+            read = [
+                x if stored_format is None else _ReadFunction.apply(_NEEDS_GRADIENT, x, stored_format)
+                for x, stored_format in zip(values, formats, strict=True)
+            ]
+            own, by_name = _map_arguments(_Placeholder, lambda placeholder: read[placeholder.index], *template)
             return forward(*own, **by_name)
 
-        return first.run_again(again)
+        return first.run_again(rerun)
 
-    return checkpoint(run, *kept, use_reentrant=False)
+    return checkpoint(run, *tensors, use_reentrant=False)
 
 
 def _without_caches(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return arguments without the caches of keys and values of transformers, as its own checkpoints do."""
+    """Return arguments without caches of keys and values, which transformers leaves out of its own checkpoints too."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs
     if any(cache.get_seq_length() > 0 for cache in caches):
-        raise NamedError(
-            f"Module {name!r} reads keys and values from a cache, to which it adds its own: it cannot run again in "
+        raise SecondRunError(
+            f"Module {name!r} reads keys and values from a cache and adds its own to it, so it cannot run again in "
             "backward. HINT: let it run once, by a rule of `None` or a preset other than 'recompute'; prefix tuning "
             "needs that."
         )
     warnings.warn(
-        "Modules that run again in backward cannot fill a cache of keys and values: it stays empty. HINT: say "
+        "Modules that run again in backward cannot fill a cache of keys and values: it stays empty. HINT: set "
         "`use_cache=False` in the configuration of the model.",
         stacklevel=2,
     )
-    left = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
-    return tuple(None if _is_cache(value) else value for value in args), left | (
+    others = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    return tuple(None if _is_cache(value) else value for value in args), others | (
         {"use_cache": False} if kwargs.get("use_cache") else {}
     )
 
@@ -267,135 +271,104 @@ def _is_cache(value: Any) -> bool:
     return any(cls.__module__ == "transformers.cache_utils" and cls.__name__ == "Cache" for cls in type(value).__mro__)
 
 
-def _mapped(
+def _map_arguments(
     kind: type[Any], change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in which all of ``kind``, however deep, are changed."""
+    """Apply ``change`` to all values of type ``kind`` in the arguments, however deep."""
 
-    def mapped(value: Any) -> Any:
+    def map_value(value: Any) -> Any:
         if isinstance(value, kind):
             return change(value)
         # torch's walk through nested arguments takes as long as a launch.
         return value if value is None or type(value) in _SIMPLE else tree_map_only(kind, change, value)
 
-    return tuple(map(mapped, args)), {name: mapped(value) for name, value in kwargs.items()}
+    return tuple(map(map_value, args)), {name: map_value(value) for name, value in kwargs.items()}
 
 
 _SIMPLE = {bool, int, float, str}
 
 
-class _Place:
-    """Stands for a tensor among the arguments."""
+class _Placeholder:
+    """Stands for a tensor among the arguments: the one stored at ``index``."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 _NEEDS_GRADIENT = torch.zeros((), requires_grad=True)
+"""Makes the results of ``_ReadFunction`` need a gradient."""
 
 
-def _as_result(values: Tensor, stored: _Stored | None) -> Tensor:
-    if stored is None:
-        return values
-    read: Tensor = _Read.apply(_NEEDS_GRADIENT, values, stored)
-    return read
-
-
-def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_Stored | None, Tensor]:
-    """Return how argument ``number`` is stored, ``None`` as it is, and what is stored of it.
-
-    Both runs are compared from a copy of ``x``. A mask stays as it is.
-    """
-    known = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
-    if keep.bits is None or not known or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
+def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_StoredFormat | None, Tensor]:
+    """Return how argument ``number`` is stored, ``None`` for exactly, and the tensor that is stored of it."""
+    is_supported = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
+    if keep.bits is None or not is_supported or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
         return None, x
     if first.is_mask(number, x):
         return None, x
-    if first.compares:
-        return _Stored(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
+    if first.is_compared:
+        return _StoredFormat(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
     if keep.bits == HALF:
         if x.dtype != torch.float32:
             return None, x
-        return _Stored(x.dtype, tuple(x.shape), None, HALF), x.detach().to(torch.bfloat16)
+        return _StoredFormat(x.dtype, tuple(x.shape), None, HALF), x.detach().to(torch.bfloat16)
     layout = layout_of(x.shape, x.stride(), keep.block_size)
     if layout is None:
         return None, x
-    how = _Stored(x.dtype, tuple(x.shape), layout, keep.bits)
+    stored_format = _StoredFormat(x.dtype, tuple(x.shape), layout, keep.bits)
     key = key_of(x, "recompute", keep.bits, layout)
     shared = None if key is None else find(x, key)
     if shared is not None:
-        return how, shared.packed[0]
+        return stored_format, shared.packed[0]
     values, _, _ = pack(as_read(x, layout), layout.block, ALL_BLOCKS, keep.bits)
     if key is not None:
         remember(x, key, Shared((values, values, values), layout.shape, False, layout.block))
-    return how, values
+    return stored_format, values
 
 
-def recomputed_class(cls: type[nn.Module]) -> type[Any]:
-    """Return what a module of exactly this class becomes; the same one each time."""
-    found = _classes.get(cls)
-    if found is None:
-        namespace = {
-            "__module__": __name__,
-            "__qualname__": _PREFIX + f"{cls.__module__}.{cls.__qualname__}".replace(".", _DOT),
-            "__doc__": f"``{cls.__name__}`` that runs again in backward; made by ``convert``.",
-            "dense_class": cls,
-        }
-        found = _classes[cls] = type(f"Recomputed{cls.__name__}", (RecomputedModule, cls), namespace)
-    return found
+# === Blocks of a model ====================================================================================
 
-
-_classes: dict[type[nn.Module], type[Any]] = {}
-
-
-def __getattr__(name: str) -> Any:
-    """Return the derived class of that name: of a module that is unpickled."""
-    if name.startswith(_PREFIX):
-        return recomputed_class(pkgutil.resolve_name(name.removeprefix(_PREFIX).replace(_DOT, ".")))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-MOST_COARSE = 6
-"""Least blocks of a class that is chosen though its blocks consist of repeated modules themselves."""
-LEAST_SHARE = 8
-"""One in so many of all parameters has to be in the blocks of a class that is chosen beside others."""
+MIN_BLOCKS, MIN_SHARE = 6, 1 / 8
+"""Classes with so many blocks, and so large a share of all parameters, may be chosen together with others."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the blocks of ``model``, of the largest classes that are repeated in a list.
+    """Return the names of the blocks of ``model``: the modules of its largest repeated classes.
 
-    Counted are modules with children that stand in a ``ModuleList`` or ``Sequential`` with others of their class. Of
-    the classes with six blocks or more, so not of the four stages of a hierarchical model, they are those with most
-    parameters that are not inside each other, as encoder and decoder, if together they hold half of all parameters;
-    otherwise the class with most blocks of those that do so alone. Tables of a vocabulary do not count, since they are
-    most of a small language model: embeddings, and linear layers with as many outputs as the largest one.
+    Candidates are modules with children that stand in a ``ModuleList`` or ``Sequential`` beside others of their class.
+    Chosen are the largest classes, by parameters, with at least ``MIN_BLOCKS`` blocks that are not inside each other,
+    as encoder and decoder, if they hold half of all parameters together. (The four stages of a hierarchical model are
+    too few.) Otherwise it is the class with most blocks of those that hold half of all parameters alone, or none.
+
+    Embeddings, and linear layers with as many outputs as the largest embedding has rows, do not count as parameters:
+    such tables of a vocabulary are most of a small language model.
     """
-    found: dict[type[nn.Module], dict[str, nn.Module]] = {}
-    for name, module in _repeated(model):
-        found.setdefault(torch_class(type(module)), {}).setdefault(name, module)
-    total = _values(model) - _values_of_tables(model)
-    sizes = {cls: sum(map(_values, blocks.values())) for cls, blocks in found.items()}
-    many = [cls for cls, blocks in found.items() if len(blocks) >= MOST_COARSE and LEAST_SHARE * sizes[cls] >= total]
+    blocks_of: dict[type[nn.Module], dict[str, nn.Module]] = {}
+    for name, module in _find_repeated(model):
+        blocks_of.setdefault(torch_class(type(module)), {}).setdefault(name, module)
+    total = _count_values(model) - _count_table_values(model)
+    sizes = {cls: sum(map(_count_values, blocks.values())) for cls, blocks in blocks_of.items()}
+    classes = [cls for cls in blocks_of if len(blocks_of[cls]) >= MIN_BLOCKS and sizes[cls] >= MIN_SHARE * total]
     chosen: dict[str, nn.Module] = {}
-    for cls in sorted(many, key=lambda cls: -sizes[cls]):
-        if not _overlap(chosen.values(), found[cls].values()):
-            chosen |= found[cls]
-    if 2 * sum(map(_values, chosen.values())) < total or not total:
-        large = [list(blocks) for cls, blocks in found.items() if 2 * sizes[cls] >= total > 0]
+    for cls in sorted(classes, key=lambda cls: -sizes[cls]):
+        if not _overlap(chosen.values(), blocks_of[cls].values()):
+            chosen |= blocks_of[cls]
+    if 2 * sum(map(_count_values, chosen.values())) < total or not total:
+        large = [list(blocks) for cls, blocks in blocks_of.items() if 2 * sizes[cls] >= total > 0]
         return max(large, key=len, default=[])
     return [name for name, module in model.named_modules() if chosen.get(name) is module]
 
 
 def _overlap(some: Iterable[nn.Module], others: Iterable[nn.Module]) -> bool:
-    """Return whether any of ``some`` is inside one of ``others``, or around it."""
+    """Return True if a module of ``some`` is inside one of ``others``, or around it."""
     some, others = set(some), set(others)
     return any(not others.isdisjoint(module.modules()) for module in some) or any(
         not some.isdisjoint(module.modules()) for module in others
     )
 
 
-def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with children that stands in a list with others of its class, by its first name."""
+def _find_repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module with children that stands in a list beside others of its class, with its first name."""
     for prefix, container in model.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             times = Counter(torch_class(type(module)) for module in container)
@@ -404,7 +377,7 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     yield f"{prefix}.{key}" if prefix else key, module
 
 
-def _values_of_tables(model: nn.Module) -> int:
+def _count_table_values(model: nn.Module) -> int:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = max((embedding.num_embeddings for embedding in embeddings), default=0)
     heads = (m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary)
@@ -412,5 +385,5 @@ def _values_of_tables(model: nn.Module) -> int:
     return sum(table.numel() for table in tables)
 
 
-def _values(module: nn.Module) -> int:
+def _count_values(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,20 +1,34 @@
-"""Which modules are known, what they become, and how they are found in a model.
+"""Which modules ``convert`` supports, what classes they become, and how a model is searched for them.
 
-Only exact types are converted: a subclass may do anything in its forward. Classes of other packages are known by module
-and name, so that nothing is imported for them, and those of some that are copied a lot by the code of their forward
-(``operators.alike``). What such a class becomes is derived from it when it is met first: a mixin that replaces its
-forward comes first among the bases, so a converted layer stays an instance of its class. A pickled one is found again
-by the name of what it became, in this module.
+A module is converted if its exact type is supported: a subclass may do anything in its forward. torch's classes stand
+in ``CLASSES``. Classes of other packages stand in ``FOREIGN`` by module and name, so that nothing is imported for them;
+the class that such a one becomes is derived from it when it is first met, with a mixin in front that replaces the
+forward. A converted layer therefore stays an instance of its own class, and a pickled one finds its derived class by
+its name in this module.
+
+No list of names is ever complete: transformers has some 140 copies of ``LlamaRMSNorm`` and as many of ``LlamaMLP``, and
+people start their own models from such copies. So a class is also supported if its forward is *the same code* as that
+of a class that a mixin was written for, as installed. What is compared is the bytecode, which is the source without
+layout, comments and annotations, and is what runs.
+
+The same code computes the same only where its names mean the same. Each global that the code names, and each attribute
+of the class by one of its names (a helper method, a property, a constant), must be the very same object in both
+classes, or missing from both; layers hold what is missing themselves, as they hold their weights. Both classes must
+leave calls and attributes to ``nn.Module``. A forward is never matched if it has a closure or default arguments, is
+inherited or wrapped, or is no Python function.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import pkgutil
 import re
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +37,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import (
     activation,
-    alike,
     attention,
     channel_norm,
     convolution,
@@ -32,6 +45,7 @@ from lightning_actprune.operators import (
     norm,
 )
 from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.recompute import RecomputedModule
 
 _FILES: tuple[Any, ...] = (
     linear,
@@ -43,108 +57,200 @@ _FILES: tuple[Any, ...] = (
     channel_norm,
 )
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
-    dense: made for operators in _FILES for dense, made in getattr(operators, "CLASSES", {}).items()
+    dense: compressed for file in _FILES for dense, compressed in getattr(file, "CLASSES", {}).items()
 }
-"""What a layer of exactly this class becomes."""
+"""The compressed class of each supported class of torch."""
 FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
-    name: mixin for operators in _FILES for name, mixin in getattr(operators, "FOREIGN", {}).items()
+    name: mixin for file in _FILES for name, mixin in getattr(file, "FOREIGN", {}).items()
 }
-"""Of each class of other packages, by module and name, the mixin that replaces its forward."""
+"""The mixin that replaces the forward of each supported class of another package, by module and name."""
 LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = channel_norm.LEFT_DENSE
-"""What classes are that stay as they are, and why."""
-WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
-"""What wrappers put into names."""
+"""Classes that are recognised and stay dense: which operator each one is, and why it stays dense."""
 ROOT = "(root)"
-"""Name of the model itself, for rules, errors and tables alike: it has none."""
+"""Stands for the name of the model itself, which is empty, in rules, errors and tables."""
 
-_derived: dict[type[nn.Module], type[CompressedLayer]] = {}
-_copies: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, type[CompressedLayer] | None]]
-_copies = weakref.WeakKeyDictionary()
-"""What was found of classes by the code of their forward, which may be replaced."""
+_derived: dict[tuple[type, type[nn.Module]], type[Any]] = {}
+"""Classes that were derived so far, by mixin and dense class."""
+_mixins: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, type[CompressedLayer] | None]]
+_mixins = weakref.WeakKeyDictionary()
+"""The forward of each class that was compared with the supported ones, and the mixin of the one that has the same code.
+The forward is here since somebody may replace it later."""
+
+
+# === Which class a module becomes =========================================================================
 
 
 def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
-    """Return what a layer of exactly this class becomes, ``None`` if its forward is not known."""
-    found = CLASSES.get(cls)
-    if found is not None:
-        return found
-    mixin = FOREIGN.get((cls.__module__, cls.__qualname__)) or _mixin_of_copy(cls)
-    if mixin is None:
-        return None
-    found = _derived.get(cls)
-    if found is not None:
-        return found
+    """Return the class that a layer of exactly this class becomes, ``None`` if it is not supported."""
+    if cls in CLASSES:
+        return CLASSES[cls]
+    mixin = FOREIGN.get((cls.__module__, cls.__qualname__)) or _find_mixin_by_code(cls)
+    return None if mixin is None else _derive("Compressed", mixin, cls, "keeps what backward needs compressed")
+
+
+def recomputed_class(cls: type[nn.Module]) -> type[Any]:
+    """Return the class that a module of exactly this class becomes if it runs again in backward."""
+    return _derive("Recomputed", RecomputedModule, cls, "runs again in backward")
+
+
+def _derive(prefix: str, mixin: type, cls: type[nn.Module], summary: str) -> type[Any]:
+    """Return the class of ``mixin`` and ``cls``, the same one each time."""
+    derived = _derived.get((mixin, cls))
+    if derived is not None:
+        return derived
     namespace = {
         "__module__": __name__,
-        "__qualname__": _PREFIX + f"{cls.__module__}.{cls.__qualname__}".replace(".", _DOT),
-        "__doc__": f"``{cls.__name__}`` that keeps what backward needs compressed; made by ``convert``.",
+        "__qualname__": f"{prefix}__{cls.__module__}.{cls.__qualname__}".replace(".", _DOT),
+        "__doc__": f"``{cls.__name__}`` that {summary}; made by ``convert``.",
         "dense_class": cls,
     }
-    return _derived.setdefault(cls, type(f"Compressed{cls.__name__}", (mixin, cls), namespace))
+    return _derived.setdefault((mixin, cls), type(f"{prefix}{cls.__name__}", (mixin, cls), namespace))
 
 
-def enter_in_tables(made: type[CompressedLayer]) -> None:
-    """Let other packages that were imported do with a class what they do with its dense one."""
-    for module, name in _TABLES:
-        owner, _, attribute = name.rpartition(".")
-        found = sys.modules.get(module)
-        table = getattr(getattr(found, owner, None) if owner else found, attribute, {})
-        if made.dense_class in table:
-            table.setdefault(made, table[made.dense_class])
+_DOT = "__dot__"
+"""Stands for dots in the names of derived classes: pickle takes a name with dots for a nested class."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return the derived class of that name, which pickle asks for in another process."""
+    prefix, separator, dense = name.partition("__")
+    if not separator or prefix not in ("Compressed", "Recomputed"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    dense = dense.replace(_DOT, ".")
+    cls = pkgutil.resolve_name(dense)
+    derived = recomputed_class(cls) if prefix == "Recomputed" else compressed_class(cls)
+    if derived is None:
+        raise ValueError(
+            f"A pickled layer was a converted {dense}, but the forward of this class is not supported as its package "
+            "is installed here. HINT: install the version that it was pickled with, or `revert` the model before it is "
+            "pickled."
+        )
+    return derived
+
+
+def known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+    """Return ``cls`` if it is compressed, else the compressed class of it or of its first supported base."""
+    if issubclass(cls, CompressedLayer):
+        return cls
+    return next(filter(None, map(compressed_class, cls.__mro__)), None)
 
 
 _TABLES = (
     ("captum.attr._core.deep_lift", "SUPPORTED_NON_LINEAR"),
     ("opacus.grad_sample.grad_sample_module", "GradSampleModule.GRAD_SAMPLERS"),
 )
-"""Module and name of tables of other packages by ``type(module)`` that go on without an error where it is not found."""
+"""Module and name of tables by ``type(module)`` in other packages that pass over a missing class without an error."""
 
 
-def _mixin_of_copy(cls: type[nn.Module]) -> type[CompressedLayer] | None:
-    """Return the mixin of a known class that computes what ``cls`` does, ``None`` without one."""
+def enter_in_tables(compressed: type[CompressedLayer]) -> None:
+    """Enter a compressed class in the tables of other packages wherever its dense class stands."""
+    for module, name in _TABLES:
+        owner, _, attribute = name.rpartition(".")
+        package = sys.modules.get(module)
+        table = getattr(getattr(package, owner, None) if owner else package, attribute, {})
+        if compressed.dense_class in table:
+            table.setdefault(compressed, table[compressed.dense_class])
+
+
+# === Classes with the same code as a supported one ========================================================
+
+
+def _find_mixin_by_code(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+    """Return the mixin of a class of another package whose forward is the same code, ``None`` without one."""
     forward = vars(cls).get("forward")
-    known = _copies.get(cls)
-    if known is not None and known[0] is forward:
-        return known[1]
-    names, found = alike.names_in_forward(cls), None
-    for original, mixin in FOREIGN.items():
-        # Nothing is imported for a class that does not read what the original does.
-        if mixin.reads and names.issuperset(mixin.reads):
-            if not alike.in_use(original[0]):  # yet
-                return None
-            dense = alike.installed(*original)
-            if dense is not None and alike.computes_alike(cls, dense) and not _shadows(mixin, cls):
-                found = mixin
-    _copies[cls] = forward, found
-    return found
+    if cls in _mixins and _mixins[cls][0] is forward:
+        return _mixins[cls][1]
+    names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
+    match = None
+    for (module, name), mixin in FOREIGN.items():
+        # Cheap tests first: nothing is imported for a class that does not read what the original reads, nor before
+        # something else has imported its package.
+        if not mixin.reads or not names.issuperset(mixin.reads):
+            continue
+        if module not in sys.modules and module.partition(".")[0] not in sys.modules:
+            return None
+        original = _import_original(module, name)
+        if original is not None and has_same_forward_code(cls, original) and not _has_clashing_names(mixin, cls):
+            match = mixin
+    _mixins[cls] = forward, match
+    return match
 
 
-def _shadows(mixin: type[CompressedLayer], cls: type[nn.Module]) -> bool:
-    """Return whether ``cls`` has something by a name that ``mixin`` has for something else."""
+def _import_original(module: str, name: str) -> type[nn.Module] | None:
+    """Return a class as its package defines it, ``None`` if it is not there or its forward was replaced.
+
+    Libraries of faster kernels replace forwards in other packages, and such a forward may compute something else.
+    """
+    try:
+        cls = getattr(importlib.import_module(module), name, None)
+    except Exception:  # whatever a package of another version, or half of one, raises
+        return None
+    if not isinstance(cls, type) or (cls.__module__, cls.__qualname__) != (module, name):
+        return None
+    return cls if getattr(vars(cls).get("forward"), "__module__", None) == module else None
+
+
+def has_same_forward_code(cls: type[nn.Module], original: type[nn.Module]) -> bool:
+    """Return True if ``cls`` itself defines the forward of ``original``, with the same meaning of all names."""
+    ours, theirs = vars(cls).get("forward"), vars(original).get("forward")
+    if not _is_plain(ours) or not _is_plain(theirs) or _code_of(ours) != _code_of(theirs):
+        return False
+    names = theirs.__code__.co_names
+    return (
+        type(cls) is type(original)
+        and all(ours.__globals__.get(name) is theirs.__globals__.get(name) for name in names)
+        and all(
+            inspect.getattr_static(cls, name, None) is inspect.getattr_static(original, name, None)
+            for name in (*names, *_CALLS_AND_ATTRIBUTES)
+        )
+    )
+
+
+_CALLS_AND_ATTRIBUTES = (
+    *("__call__", "__getattr__", "__getattribute__", "__setattr__", "__init_subclass__"),
+    *("_call_impl", "_wrapped_call_impl"),
+)
+"""Methods that would change what a call does, or how a layer and its class can be changed."""
+
+
+def _is_plain(forward: Any) -> TypeGuard[FunctionType]:
+    """Return True for a function that consists of its code alone."""
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return False
+    return forward.__closure__ is None and forward.__defaults__ is None and forward.__kwdefaults__ is None
+
+
+def _code_of(forward: FunctionType) -> tuple[Any, ...]:
+    """Return the compiled code of a forward without its place in a file, to be compared."""
+    code = forward.__code__
+    takes_any = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, takes_any
+    # The constants 1, 1.0 and True are equal, but not their texts.
+    return code.co_code, code.co_names, code.co_varnames, repr(code.co_consts), *counts
+
+
+def _has_clashing_names(mixin: type[CompressedLayer], cls: type[nn.Module]) -> bool:
+    """Return True if ``cls`` uses a name for something else than ``mixin`` does."""
     ours = {name for base in mixin.__mro__ if issubclass(base, CompressedLayer) for name in vars(base)}
     theirs = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     return any(not name.startswith("__") for name in ours & theirs - {"forward", "extra_repr"})
 
 
-def known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
-    """Return what is known of ``cls``, also of a subclass of a known one or of a compressed one."""
-    if issubclass(cls, CompressedLayer):
-        return cls
-    return next(filter(None, map(compressed_class, cls.__mro__)), None)
+# === Layers of a model ====================================================================================
 
 
 def operator_of(module: nn.Module) -> Operator | None:
-    """Return what kind of operator ``module`` is, also as a subclass of a known one, ``None`` if none of them."""
+    """Return the operator that ``module`` is, also as a subclass of a supported class, ``None`` if it is none."""
     if type(module) in LEFT_DENSE:
         return LEFT_DENSE[type(module)][0]
     if convolution.is_transposed(module):
         return "convolution"
-    known = known_class(type(module))
-    return None if known is None else known.operator_of(module)
+    cls = known_class(type(module))
+    return None if cls is None else cls.operator_of(module)
 
 
 def layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
-    """Yield every layer that is known once, with all its fully qualified names (wrapper prefixes removed)."""
+    """Yield every layer that is one of the operators once, with all its full names but for what wrappers add."""
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if operator_of(module) is not None:
@@ -153,15 +259,19 @@ def layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
         yield fqns, layer
 
 
+_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
+
+
 def plain_name(fqn: str) -> str:
-    """Return a fully qualified name without what wrappers put into it; ``ROOT`` if nothing else is left."""
-    return WRAPPERS.sub("", fqn).removeprefix(".") or ROOT
+    """Return a full name without the parts that wrappers add; ``ROOT`` if nothing is left."""
+    return _WRAPPERS.sub("", fqn).removeprefix(".") or ROOT
 
 
 def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
-    """Return the weights of a linear layer as ``[OUT, IN]``: one, or those of query, key and value by themselves.
+    """Return the weights of a layer.
 
-    Of a convolution, its weight as it is; of other layers, their parameters.
+    A linear layer has one, ``[OUT, IN]``, and attention one for each projection of query, key and value. The weight of
+    a convolution keeps its own shape, and other layers have all their parameters.
     """
     if isinstance(layer, nn.MultiheadAttention):
         return attention.projection_weights(layer)
@@ -175,8 +285,8 @@ def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
 def weight_of_call(module: nn.Module) -> Tensor | None:
     """Return the parameter by which a call of ``module`` multiplies its input, ``None`` if it is no linear layer.
 
-    ``None`` for attention too, whose projections are no module calls. A convolution counts as long as it is compressed.
-    Of a weight that ``parametrize`` computes whenever somebody asks, it is the parameter behind it.
+    A convolution counts while it is compressed. Attention does not, since its projections are no calls of modules. If
+    ``parametrize`` computes the weight, it is the first parameter that the weight is computed from.
     """
     if not (isinstance(module, (nn.Linear, convolution.CompressedConvolution)) or _is_conv1d(module)):
         return None
@@ -187,30 +297,13 @@ def weight_of_call(module: nn.Module) -> Tensor | None:
 
 
 def as_cut(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return an input of ``layer`` with the dimensions from which it cuts blocks: a convolution has rows of its own."""
+    """Return an input of ``layer`` in the shape that is cut into blocks, ``[S, T, L]`` for a convolution."""
     if isinstance(layer, convolution.CompressedConvolution) and x.layout == torch.strided:
         return layer.rows(x)
     return x
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    known = known_class(type(module))
-    return known is not None and issubclass(known, linear.CompressedConv1D)
-
-
-_PREFIX, _DOT = "Compressed__", "__dot__"
-"""Of the names of derived classes, which have to be without dots to be found in this module."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return the derived class of that name: of another package's class in a model that is unpickled."""
-    if name.startswith(_PREFIX):
-        dense = name.removeprefix(_PREFIX).replace(_DOT, ".")
-        found = compressed_class(pkgutil.resolve_name(dense))
-        if found is not None:
-            return found
-        raise ValueError(
-            f"A pickled layer was made of {dense}, whose forward is not known as that package is installed here. "
-            "HINT: install the version that it was pickled with, or `revert` the model before it is pickled."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return True for the linear layer of transformers whose weight is ``[IN, OUT]``."""
+    cls = known_class(type(module))
+    return cls is not None and issubclass(cls, linear.CompressedConv1D)

@@ -1,24 +1,25 @@
-"""What makes the second run of a module compute what its first run did, and what finds out that it does not.
+"""Make the second run of a module compute what its first run did, and detect when it does not.
 
-A module that runs again in backward (``operators.recompute``) has to compute the same twice. ``FirstRun`` notes what
-the first run began with, and puts it back around the second run:
+A module that runs again in backward (``operators.recompute``) has to compute the same twice. ``FirstRun`` records what
+the first run starts from, and restores it around the second run:
 
-- buffers, with the values that they had before the first run, also if the module writes to them and reads them
-  afterwards (codebooks, counters, running statistics), or somebody else does between both runs. The second run gets
-  copies, so the module's own buffers move once a step;
-- parameters that somebody exchanged for the first run (``torch.func.functional_call``), and ``training`` flags;
-- the choice of attention kernels (``torch.nn.attention.sdpa_kernel``);
-- the generators of Python and NumPy. ``torch.utils.checkpoint`` restores torch's own, and autocast.
+- Buffers, with their values before the first run, even if the module writes to them and reads them afterwards
+  (codebooks, counters, running statistics) or something else writes to them between both runs. The second run gets
+  copies, so the module's own buffers move once a step.
+- Parameters that were exchanged for the first run (``torch.func.functional_call``), and ``training`` flags.
+- The choice of attention kernels (``torch.nn.attention.sdpa_kernel``).
+- The random generators of Python and NumPy. ``torch.utils.checkpoint`` restores torch's own, and autocast.
 
-Somebody may write to a parameter between both runs. Then the second run raises an error, as autograd does for the dense
-module. So it does where buffers are written to for the first time in a run that is not looked at: there is no copy.
+If a parameter is written to between both runs, the second run raises an error, as autograd does for the dense module.
+It also raises one if a buffer is written to for the first time in a run that is not inspected, for lack of a copy.
 
-A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
-writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
-that they save for backward must be equal, up to rounding in kernels without a fixed order of summation. 64 sums stand
-for the values of each tensor, so the comparison keeps no tensor. Exact inputs take memory, so the modules that quantize
-them take turns, two in a step, and none in the second. A module inside of one of torch's checkpoints is not compared:
-it runs first in forward and in backward, and has to store the same both times.
+A module may also depend on things that cannot be restored from outside: a cache of keys and values, a counter, an
+attribute that another module writes. So one run of each module is compared with its second run. Both get the exact
+inputs, and all tensors that they save for backward must be equal, up to rounding in kernels without a fixed order of
+summation. The comparison keeps 64 sums of each tensor and not the tensor. Exact inputs take memory, so modules that
+quantize their inputs take turns: two modules in a step, and none in the second step. A module inside one of torch's
+checkpoints is not compared: it makes its first run twice, in forward and in backward, and has to store the same both
+times.
 """
 
 from __future__ import annotations
@@ -47,43 +48,44 @@ SUMS = 64
 PART = 2**22
 """Values that are added up at once, in fp64."""
 NOISE, NOISE_16 = 2**-13, 2**-6
-"""Largest difference of two runs, relative to the values, for which the order of summation in kernels may account; with
-values in 16 bits."""
+"""Largest relative difference of two runs that the order of summation in kernels may cause, and the same if values in
+16 bits are saved."""
 FEW = 4
-"""Integers up to which a tensor may be the seed of an attention without dropout, which is memory as it was found."""
+"""Integer tensors of at most so many values are not compared: one may be the seed of attention without dropout, which
+is uninitialised memory."""
 MASKED, MASKED_SHARE = 1e4, 1e-3
-"""Least size of a value that masks what it is added to, and least share of such values in a mask."""
+"""Absolute value from which on a value masks what it is added to, and the share of such values above which a tensor is
+a mask."""
 EVERY = 128
-"""Besides the first, second, fourth, ... run, one run in so many is looked at in full."""
+"""One run in so many is inspected in full, beside the first, second, fourth, eighth, ... run."""
 _CURES = (
     "HINT: let the module run once, by a rule of `None` for it. If its inputs decide shapes or branches, "
     "`Recompute(bits=None)` keeps them exactly. A cache of keys and values has to be off (`use_cache=False`)."
 )
 
 
-class Habits:
-    """What runs of a module have shown of it, in one training mode; a copy or a pickle of it has seen nothing.
+class RunHistory:
+    """What earlier runs of a module have shown in one training mode. Copies and pickles start empty.
 
-    Looking at everything takes as long as some launches. It is done in the first, second, fourth, ... run and in every
-    128th one.
+    A full inspection takes as long as some kernel launches, so only some runs are inspected (see ``EVERY``).
     """
 
     def __init__(self) -> None:
         self.runs, self.modules = 0, 0
-        self.draws, self.compared = False, False
+        self.draws_numbers, self.has_been_compared = False, False
         self.masks: set[int] = set()
-        """Numbers of arguments that have held an additive mask."""
-        self.writers: set[int] = set()
-        """Numbers of modules in it whose buffers are written to before backward, perhaps only every other time."""
+        """Numbers of the arguments that were an additive mask in some run."""
+        self.buffer_writers: set[int] = set()
+        """Numbers of the inner modules whose buffers were written to before backward in some run."""
 
-    def looks(self, modules: int) -> bool:
-        """Count a run of a module that has so many inside, and return whether it is looked at in full."""
+    def count_run(self, modules: int) -> bool:
+        """Count a run of a module with so many modules inside, and return True if it is to be inspected in full."""
         self.runs += 1
-        changed, self.modules = modules != self.modules, modules
-        return changed or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
+        is_changed, self.modules = modules != self.modules, modules
+        return is_changed or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
 
-    def __reduce__(self) -> tuple[type[Habits], tuple[()]]:
-        return Habits, ()
+    def __reduce__(self) -> tuple[type[RunHistory], tuple[()]]:
+        return RunHistory, ()
 
 
 class _Buffer(NamedTuple):
@@ -91,13 +93,13 @@ class _Buffer(NamedTuple):
 
     Args:
         tensor: The buffer itself.
-        version: How often it was written to.
-        values: A copy, if one was made.
+        version: Autograd's count of writes to it.
+        copy: Its values, if they were copied.
     """
 
     tensor: Tensor | None
     version: int
-    values: Tensor | None
+    copy: Tensor | None
 
 
 class _Parameter(NamedTuple):
@@ -108,53 +110,53 @@ class _Parameter(NamedTuple):
 
 
 class FirstRun:
-    """The first run of a module, and what its second run needs to compute the same.
+    """Records the first run of a module, and makes its second run compute the same.
 
     Args:
         module: The module.
         name: Its name in the model, for errors.
-        habits: What its runs have shown before, by training mode.
-        turn: How many runs come before the one that is compared, ``None`` if none is to be.
+        histories: What its earlier runs have shown, by training mode; updated here.
+        turn: How many runs come before the one that is compared with its second run, ``None`` to compare none.
     """
 
-    def __init__(self, module: nn.Module, name: str, habits: dict[bool, Habits], turn: int | None) -> None:
+    def __init__(self, module: nn.Module, name: str, histories: dict[bool, RunHistory], turn: int | None) -> None:
         self._who = f"{name!r} ({type(module).__name__.removeprefix('Recomputed')})"
         self._modules = [module]
         for inner in self._modules:  # the list grows; torch's own walk takes ten times as long
             self._modules += [child for child in inner._modules.values() if child is not None]
-        self._habits = habits.setdefault(module.training, Habits())
-        self._looks = self._habits.looks(len(self._modules))
-        waits = turn is None or self._habits.compared or self._habits.runs <= turn
-        self.compares = not waits and _may_look_at_values()
-        """Whether the second run is compared with this one, for which both must have the exact inputs."""
+        self._history = histories.setdefault(module.training, RunHistory())
+        self._is_inspected = self._history.count_run(len(self._modules))
+        is_due = turn is not None and not self._history.has_been_compared and self._history.runs > turn
+        self.is_compared = is_due and _can_read_values()
+        """Whether the second run is compared with this one, so that both need the exact inputs."""
         self._training = [inner.training for inner in self._modules]
         self._buffers: list[tuple[int, nn.Module, dict[str, _Buffer]]] = []
         self._parameters: list[tuple[nn.Module, str, _Parameter]] = []
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
-        self._narrow = False
-        """Whether values in 16 bits are saved."""
+        self._saves_16_bits = False
+        """Whether a saved tensor has values in 16 bits."""
 
     def is_mask(self, number: int, x: Tensor) -> bool:
-        """Return whether argument ``number``, which is ``x`` now, has ever held an additive mask, as T5's biases do.
+        """Return True if argument ``number``, now ``x``, has been an additive mask in any run, like T5's biases.
 
-        Its large values would take all steps of their blocks, and leave none for what is not masked.
+        The large values of a mask would set the scale of their blocks, and the other values there would all become one.
         """
-        masks = self._habits.masks
-        asks = self._looks and number not in masks and _may_look_at_values()
-        if asks and bool((x.detach().abs() >= MASKED).float().mean() > MASKED_SHARE):
+        masks = self._history.masks
+        is_unknown = self._is_inspected and number not in masks and _can_read_values()
+        if is_unknown and bool((x.detach().abs() >= MASKED).float().mean() > MASKED_SHARE):
             masks.add(number)
         return number in masks
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Run the module for the first time in here."""
-        generators = python_generators() if self._looks or self._habits.draws else None
-        self._note_buffers()
+    def record(self) -> Iterator[None]:
+        """Record the first run, which the caller makes inside this context."""
+        generators = python_generators() if self._is_inspected or self._history.draws_numbers else None
+        self._record_buffers()
         pack, unpack = _hooks_of_checkpoint()
         with torch.autograd.graph.saved_tensors_hooks(
-            self._summing(pack, self._sums) if self.compares else pack, self._naming(unpack)
+            self._add_sums(pack, self._sums) if self.is_compared else pack, self._name_errors(unpack)
         ):
             try:
                 yield
@@ -162,7 +164,7 @@ class FirstRun:
                 explain(error)
                 raise
         self._find_written_buffers()
-        self._note_generators(generators)
+        self._record_generators(generators)
         self._parameters = [
             (inner, name, _Parameter(parameter, parameter._version))
             for inner in self._modules
@@ -171,8 +173,8 @@ class FirstRun:
         ]
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run the module again in here."""
+    def _restore(self) -> Iterator[None]:
+        """Restore what the first run started from, for the second run inside this context."""
         with ExitStack() as stack:
             stack.callback(self._restore_training())
             stack.callback(self._exchange_parameters())
@@ -185,247 +187,242 @@ class FirstRun:
             yield
 
     def run_again(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` does: the second run, from the state of the first.
+        """Call ``run``, the second run, from the state in which the first one started, and return its result.
 
         Raises:
-            RuntimeError: If the second run fails or does not compute the same; it names the module.
+            RuntimeError: If the second run fails or computes something else. The text names the module.
         """
-        with self.restored():
+        with self._restore():
             try:
-                return self._compared(run) if self.compares else run()
+                return self._run_and_compare(run) if self.is_compared else run()
             except Exception as error:
-                self._name(error)
+                self._raise_named(error)
                 raise
 
     # === Comparison of both runs ==========================================================================
 
-    def _compared(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` does, which keeps tensors for backward, and compare these with those of the first run."""
+    def _run_and_compare(self, run: Callable[[], Any]) -> Any:
+        """Call ``run`` and compare the tensors that it saves with those of the first run."""
         sums = list[Tensor | None]()
         pack, unpack = _hooks_of_checkpoint()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._summing(pack, sums), unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._add_sums(pack, sums), unpack):
                 return run()
         finally:  # torch ends the second run with an exception
             self._compare(sums)
 
     def _compare(self, second: list[Tensor | None]) -> None:
-        first, self.compares = self._sums, False
-        if len(second) < len(first):  # torch raises an error, or the second run has
+        first, self.is_compared = self._sums, False
+        if len(second) < len(first):  # torch raises an error, or the second run already has
             return
-        noise = NOISE_16 if self._narrow else NOISE
+        noise = NOISE_16 if self._saves_16_bits else NOISE
         for one, other in zip(first, second, strict=False):
-            if not _are_equal(one, other) and _difference(one, other) > noise:
-                self._refuse(
-                    "computes something else when it runs again in backward: it depends on what this run, or another "
-                    "module, has changed since (a cache, an attribute, a counter, a random generator of its own)"
+            are_equal = one is other or (one is not None and other is not None and torch.equal(one, other))
+            if not are_equal and _difference(one, other) > noise:
+                self._fail(
+                    "computes something else when it runs again in backward: it depends on something that this run or "
+                    "another module has changed since (a cache, an attribute, a counter, a random generator of its own)"
                 )
-        self._habits.compared = True
+        self._history.has_been_compared = True
         self._sums = []
 
-    def _summing(self, pack: Callable[[Tensor], Any], sums: list[Tensor | None]) -> Callable[[Tensor], Any]:
-        """Return a hook that notes sums of each saved tensor before ``pack``."""
+    def _add_sums(self, pack: Callable[[Tensor], Any], sums: list[Tensor | None]) -> Callable[[Tensor], Any]:
+        """Return the hook ``pack`` that also appends the sums of each saved tensor to ``sums``."""
 
-        def noting(tensor: Tensor) -> Any:
+        def pack_and_sum(tensor: Tensor) -> Any:
             sums.append(_sums_of(tensor))
-            self._narrow |= tensor.dtype in (torch.float16, torch.bfloat16)
+            self._saves_16_bits |= tensor.dtype in (torch.float16, torch.bfloat16)
             return pack(tensor)
 
-        # Others tell by its module that torch's checkpoint keeps nothing of what is saved.
-        noting.__module__ = pack.__module__
-        return noting
+        # By this module name other hooks recognise torch's checkpoint, which drops what is saved.
+        pack_and_sum.__module__ = pack.__module__
+        return pack_and_sum
 
     # === Errors ===========================================================================================
 
-    def _naming(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the hook ``unpack``, whose errors name the module."""
+    def _name_errors(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the hook ``unpack`` with errors that name the module."""
 
-        def naming(holder: Any) -> Any:
+        def unpack_or_name(holder: Any) -> Any:
             try:
                 return unpack(holder)
             except Exception as error:
-                self._name(error)
+                self._raise_named(error)
                 raise
 
-        return naming
+        return unpack_or_name
 
-    def _name(self, error: Exception) -> None:
-        """Raise an error that names the module in place of ``error``, where torch does not need ``error`` itself."""
+    def _raise_named(self, error: Exception) -> None:
+        """Raise an error that names the module in place of ``error``, unless torch needs ``error`` itself."""
         if isinstance(error, CheckpointError):
-            self._refuse(f"does not save the same tensors when it runs again in backward ({_first_line(error)})", error)
-        ends = type(error).__module__ == CheckpointError.__module__  # torch ends the second run with an exception
-        if not ends and not isinstance(error, (NamedError, torch.OutOfMemoryError)):
-            self._refuse(f"fails when it runs again in backward: {error}", error)
+            reason = str(error).strip().partition("\n")[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
+            self._fail(f"does not save the same tensors when it runs again in backward ({reason})", error)
+        is_early_stop = type(error).__module__ == CheckpointError.__module__  # by which torch ends the second run
+        if not is_early_stop and not isinstance(error, (SecondRunError, torch.OutOfMemoryError)):
+            self._fail(f"fails when it runs again in backward: {error}", error)
 
-    def _refuse(self, reason: str, error: BaseException | None = None) -> NoReturn:
-        raise NamedError(f"Module {self._who} {reason}. {_CURES}") from error
+    def _fail(self, reason: str, error: BaseException | None = None) -> NoReturn:
+        raise SecondRunError(f"Module {self._who} {reason}. {_CURES}") from error
 
     # === Parameters and flags =============================================================================
 
     def _restore_training(self) -> Callable[[], None]:
-        changed = [
+        """Set the flags to those of the first run; return a function that undoes it."""
+        flags = [
             (inner, inner.training)
             for inner, training in zip(self._modules, self._training, strict=True)
             if inner.training != training
         ]
-        for inner, training in changed:
+        for inner, training in flags:
             inner.training = not training
 
         def undo() -> None:
-            for inner, training in changed:
+            for inner, training in flags:
                 inner.training = training
 
         return undo
 
     def _exchange_parameters(self) -> Callable[[], None]:
-        """Have the module compute with the parameters of its first run; return how to undo that."""
-        exchanged = []
+        """Put the parameters of the first run into the module; return a function that undoes it."""
+        originals = []
         for inner, name, (parameter, version) in self._parameters:
-            now = inner._parameters.get(name)
+            original = inner._parameters.get(name)
             if parameter._version != version:
-                raise NamedError(
+                raise SecondRunError(
                     f"Parameter {name!r} of {type(inner).__name__} in module {self._who}, which runs again in "
                     "backward, has been modified by an inplace operation since its forward. HINT: call backward before "
-                    "the optimizer steps, or whatever else writes to weights."
+                    "the optimizer steps, or before anything else that writes to weights."
                 )
-            if now is not parameter and type(now) in _PLAIN:
-                exchanged.append((inner, name, now))
+            if original is not parameter and type(original) in _PLAIN:
+                originals.append((inner, name, original))
                 inner._parameters[name] = parameter  # type: ignore[assignment]
 
         def undo() -> None:
-            for inner, name, now in exchanged:
-                inner._parameters[name] = now
+            for inner, name, original in originals:
+                inner._parameters[name] = original
 
         return undo
 
     # === Buffers ==========================================================================================
 
-    def _note_buffers(self) -> None:
-        """Note the buffers before the first run, with copies of all, or where some were written to before."""
+    def _record_buffers(self) -> None:
+        """Record the buffers before the first run, with copies where they may be written to."""
         for number, inner in enumerate(self._modules):
             before = {}
-            for name, buffer in inner._buffers.items():
-                copies = type(buffer) is Tensor and (self._looks or number in self._habits.writers)
-                values = buffer.detach().clone() if copies and buffer is not None else None
-                before[name] = _Buffer(buffer, 0 if buffer is None else buffer._version, values)
+            for name, tensor in inner._buffers.items():
+                copies = type(tensor) is Tensor and (self._is_inspected or number in self._history.buffer_writers)
+                copy = tensor.detach().clone() if copies and tensor is not None else None
+                before[name] = _Buffer(tensor, 0 if tensor is None else tensor._version, copy)
             self._buffers.append((number, inner, before))
 
     def _find_written_buffers(self) -> None:
-        """Have copies made of the buffers that the first run has written to, in later runs too."""
+        """Note the inner modules whose buffers the first run has written to, so that later runs copy them too."""
         for number, inner, before in self._buffers:
-            for name, noted in before.items():
+            for name, buffer in before.items():
                 if not _is_written(inner, name, before):
                     continue
-                if noted.values is None:
-                    self._refuse(f"writes to its buffer {name!r} in run {self._habits.runs}, and did not before")
-                self._habits.writers.add(number)
-        self._buffers = [noted for noted in self._buffers if noted[2] or noted[1]._buffers]
+                if buffer.copy is None:
+                    self._fail(f"writes to its buffer {name!r} in run {self._history.runs}, and did not before")
+                self._history.buffer_writers.add(number)
+        self._buffers = [each for each in self._buffers if each[2] or each[1]._buffers]
 
     def _exchange_buffers(self) -> Callable[[], None]:
-        """Have the module begin with the buffers of its first run; return how to undo that."""
-        exchanged = []
+        """Put the buffers that the first run started with into the module; return a function that undoes it."""
+        originals = []
         for number, inner, before in self._buffers:
             buffers = {}
-            for name, noted in before.items():
-                buffers[name] = noted.tensor
+            for name, buffer in before.items():
+                buffers[name] = buffer.tensor
                 if not _is_written(inner, name, before):
                     continue
-                if noted.values is None:
-                    raise NamedError(
+                if buffer.copy is None:
+                    raise SecondRunError(
                         f"Buffer {name!r} of {type(inner).__name__} in module {self._who}, which runs again in "
                         "backward, has been modified by an inplace operation since its forward. HINT: write to it "
                         "after backward."
                     )
-                self._habits.writers.add(number)
-                buffers[name] = noted.values.clone()
+                self._history.buffer_writers.add(number)
+                buffers[name] = buffer.copy.clone()
             if buffers.keys() != inner._buffers.keys() or any(
-                buffers[name] is not now for name, now in inner._buffers.items()
+                buffers[name] is not tensor for name, tensor in inner._buffers.items()
             ):
-                exchanged.append((inner, dict(inner._buffers)))
+                originals.append((inner, dict(inner._buffers)))
                 inner._buffers.clear()
                 inner._buffers.update(buffers)
 
         def undo() -> None:
-            for inner, now in exchanged:
+            for inner, buffers in originals:
                 inner._buffers.clear()
-                inner._buffers.update(now)
+                inner._buffers.update(buffers)
 
         return undo
 
     # === Generators of Python and NumPy ===================================================================
 
-    def _note_generators(self, before: tuple[Any, Any] | None) -> None:
-        """Keep the states before the first run if it has drawn numbers."""
-        habits = self._habits
-        if before is not None and not habits.draws and pickle.dumps(before) != pickle.dumps(python_generators()):
-            habits.draws = True
-            if habits.runs > 1:
+    def _record_generators(self, before: tuple[Any, Any] | None) -> None:
+        """Keep the states before the first run if the module draws random numbers."""
+        history = self._history
+        if before is not None and not history.draws_numbers:
+            history.draws_numbers = pickle.dumps(before) != pickle.dumps(python_generators())
+            if history.draws_numbers and history.runs > 1:
                 warnings.warn(
                     f"Module {self._who} draws random numbers from a generator of Python or NumPy in its run "
-                    f"{habits.runs}, and did not in those before that were looked at. Where it did in between, its "
-                    "second run in backward drew others, and gradients were off. HINT: draw in torch, or keep it from "
-                    "running again by a rule of `None`.",
+                    f"{history.runs}, but drew none in the earlier runs that were inspected. If it drew some in "
+                    "between, its second run drew other numbers, and those gradients were wrong. HINT: draw numbers "
+                    "with torch, or keep the module from running again by a rule of `None`.",
                     stacklevel=2,
                 )
-        if habits.draws:
+        if history.draws_numbers:
             self._generators = before
 
 
-class NamedError(RuntimeError):
-    """The second run of a module cannot be its first one over again; the text names the module."""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
-
-
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+class SecondRunError(RuntimeError):
+    """A module cannot run a second time as it ran first. The text names the module."""
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    """Return the size of the difference of two tensors, by their sums, relative to ``one``; infinity without sums."""
+    """Return the norm of the difference of two tensors' sums relative to the norm of ``one``, infinity without sums."""
     if one is None or other is None:
         return inf
     return float(((one - other)[:-1].norm() / one[-1]).nan_to_num(inf))
 
 
 _PLAIN = (Tensor, nn.Parameter)
-"""Types of parameters that autograd knows by themselves; a strategy exchanges others as it likes."""
+"""Types of parameters that are restored and compared; a strategy may exchange parameters of other types itself."""
 
 
 def _is_written(module: nn.Module, name: str, before: dict[str, _Buffer]) -> bool:
-    """Return whether a buffer has been written to.
+    """Return True if a buffer was written to since ``before``.
 
-    Torch does not count that of running statistics, but that of their counter, where there is one.
+    torch does not count the writes to running statistics, so the counter beside them stands for these, if there is one.
     """
     running = name in ("running_mean", "running_var")
     if running and module.training and getattr(module, "track_running_stats", False):
         return before[name].tensor is not None
-    counted = [before[name], *([before["num_batches_tracked"]] if running and "num_batches_tracked" in before else [])]
-    return any(each.tensor is not None and each.tensor._version != each.version for each in counted)
+    counters = [before[name], *([before["num_batches_tracked"]] if running and "num_batches_tracked" in before else [])]
+    return any(each.tensor is not None and each.tensor._version != each.version for each in counters)
 
 
 _count_modes = functools.partial(len_torch_dispatch_stack)
-"""The number of dispatch modes; a simulation hides its own from who asks by the usual name."""
+"""The number of dispatch modes, under a name of its own: a simulation replaces the usual one to hide its own mode."""
 
 
-def _may_look_at_values() -> bool:
-    """Return whether there are values: not in a simulation, nor where a CUDA graph is made, and nobody may wait."""
-    captured = torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
-    return not captured and _count_modes() == 0
+def _can_read_values() -> bool:
+    """Return False in a simulation, which has no values, and while a CUDA graph is captured, which cannot wait."""
+    is_capturing = torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return not is_capturing and _count_modes() == 0
 
 
 def _hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]]:
     hooks = top_saved_tensors_hooks(False)
-    assert hooks is not None  # torch's checkpoint has put them there
+    assert hooks is not None  # this is called inside torch's checkpoint
     return hooks
 
 
 def _sums_of(tensor: Tensor) -> Tensor | None:
-    """Return sums of the values of ``tensor`` by their place modulo ``SUMS``, and its norm; ``None`` of what has none.
+    """Return sums of a tensor's values, by their positions modulo ``SUMS``, and its norm: ``[SUMS + 1]`` in fp64.
 
-    Values that are not finite count as zero.
+    Values that are not finite count as zero. ``None`` for a tensor that has no values to compare.
     """
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
@@ -433,7 +430,7 @@ def _sums_of(tensor: Tensor) -> Tensor | None:
         return None
     values = tensor.detach().resolve_conj()
     for dim, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
-        if stride == 0 and size > 1:  # one value in many places
+        if stride == 0 and size > 1:  # an expanded dimension repeats one value
             values = values.narrow(dim, 0, 1)
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -450,7 +447,7 @@ def _sums_of(tensor: Tensor) -> Tensor | None:
 
 
 def _attention_kernels() -> tuple[SDPBackend, ...]:
-    """Return the kernels that attention may choose from."""
+    """The kernels that attention may choose from."""
     cuda: Any = torch.backends.cuda
     allowed = (
         (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled()),
@@ -462,13 +459,13 @@ def _attention_kernels() -> tuple[SDPBackend, ...]:
 
 
 def python_generators() -> tuple[Any, Any]:
-    """Return the states of the random generators of Python and of NumPy."""
+    """The states of the random generators of Python and NumPy."""
     numpy = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state()
 
 
 def set_python_generators(states: tuple[Any, Any]) -> None:
-    """Let the random generators of Python and of NumPy go on from what ``python_generators`` has returned."""
+    """Set the random generators of Python and NumPy to states that ``python_generators`` returned."""
     own, other = states
     random.setstate(own)
     if other is not None:

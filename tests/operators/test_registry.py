@@ -1,4 +1,4 @@
-"""Classes whose forward is the code of a known one: which are known, and which are not for whatever differs."""
+"""Classes whose forward is the same code as that of a supported class, and small differences that rule it out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune import convert, revert
-from lightning_actprune.operators.alike import computes_alike
 from lightning_actprune.operators.norm import CompressedLlamaRMSNorm
-from lightning_actprune.operators.registry import compressed_class, operator_of
+from lightning_actprune.operators.registry import compressed_class, has_same_forward_code, operator_of
 
 LLAMA = "transformers.models.llama.modeling_llama"
 NORM = """
@@ -34,10 +33,10 @@ class LlamaRMSNorm(nn.Module):
 
 
 def module_of(text: str, name: str, **names: Any) -> ModuleType:
-    made = ModuleType(name)
-    vars(made).update({"torch": torch, "nn": nn, **names})
-    exec(compile(text, f"{name}.py", "exec"), vars(made))
-    return made
+    module = ModuleType(name)
+    vars(module).update({"torch": torch, "nn": nn, **names})
+    exec(compile(text, f"{name}.py", "exec"), vars(module))
+    return module
 
 
 def copy_of(text: str = NORM, **names: Any) -> type[nn.Module]:
@@ -50,10 +49,10 @@ def original(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
     return sys.modules[LLAMA].LlamaRMSNorm
 
 
-def is_known(cls: type[nn.Module]) -> bool:
-    made = compressed_class(cls)
-    assert made is None or issubclass(made, CompressedLlamaRMSNorm)
-    return made is not None
+def is_supported(cls: type[nn.Module]) -> bool:
+    compressed = compressed_class(cls)
+    assert compressed is None or issubclass(compressed, CompressedLlamaRMSNorm)
+    return compressed is not None
 
 
 def test_a_copy_becomes_what_the_original_does(original):
@@ -61,14 +60,14 @@ def test_a_copy_becomes_what_the_original_does(original):
     model = nn.Sequential(original(96), copied(96))
     assert operator_of(copied(8)) == "norm"
     assert [row.fqn for row in convert(model, "balanced").converted] == ["0", "1"]
-    assert is_known(copied)  # its forward is that of the original, whose values others test
+    assert is_supported(copied)  # its forward is that of the original, whose values others test
     assert isinstance(model[1], copied)
     assert revert(model) == ["0", "1"]
     assert [type(layer) for layer in model] == [original, copied]
 
 
 def test_one_token_that_runs_and_differs_counts(original):
-    for old, new, known in (
+    for old, new, supported in (
         ("forward(self, hidden_states):", "forward(self, hidden_states: Tensor) -> 'Tensor':", True),
         ("        wide =", "        # In fp32.\n\n        wide =", True),
         ("self.weight * (scale", "(self.weight) * (\n            scale", True),
@@ -90,7 +89,7 @@ def test_one_token_that_runs_and_differs_counts(original):
         ("def forward", "async def forward", False),
     ):
         assert old in NORM
-        assert is_known(copy_of(NORM.replace(old, new), Tensor=Tensor)) == known, new
+        assert is_supported(copy_of(NORM.replace(old, new), Tensor=Tensor)) == supported, new
 
 
 def with_attributes(**attributes: Any) -> Callable[[], type[nn.Module]]:
@@ -101,7 +100,7 @@ def forward() -> Callable[..., Tensor]:
     return vars(copy_of())["forward"]
 
 
-NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
+DIFFERENT: dict[str, Callable[[], type[nn.Module]]] = {
     "another torch": lambda: copy_of(torch=ModuleType("torch")),
     "a global": lambda: copy_of(mean=1),
     "a property": with_attributes(weight=property(lambda self: 2 * self.scale)),
@@ -121,10 +120,10 @@ NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
 }
 
 
-def test_the_same_code_that_means_something_else_is_not_known(original):
-    assert is_known(with_attributes()())
-    for what, make in NOT_ALIKE.items():
-        assert not is_known(make()), what
+def test_the_same_code_that_means_something_else_is_not_supported(original):
+    assert is_supported(with_attributes()())
+    for what, make in DIFFERENT.items():
+        assert not is_supported(make()), what
 
 
 HELPED = """
@@ -138,12 +137,12 @@ class Helped(nn.Module):
 
 
 def test_methods_and_functions_that_forward_calls_must_be_the_very_same(original):
-    known = module_of(HELPED, "theirs", helper=abs).Helped
-    alike = module_of(HELPED, "ours", helper=abs).Helped
-    assert not computes_alike(alike, known)  # a method of its own, if one that reads the same
-    alike.helped = known.helped
-    assert computes_alike(alike, known)
-    assert not computes_alike(module_of(HELPED, "ours", helper=round).Helped, known)
+    original = module_of(HELPED, "theirs", helper=abs).Helped
+    copied = module_of(HELPED, "ours", helper=abs).Helped
+    assert not has_same_forward_code(copied, original)  # a method of its own, if one that reads the same
+    copied.helped = original.helped
+    assert has_same_forward_code(copied, original)
+    assert not has_same_forward_code(module_of(HELPED, "ours", helper=round).Helped, original)
 
 
 def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
@@ -160,14 +159,14 @@ def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
     assert [row.fqn for row in report.converted] == ["2", "3"]
 
 
-def test_a_class_that_somebody_changes_later_is_another(original, monkeypatch):
+def test_a_forward_that_is_replaced_later_is_compared_again(original, monkeypatch):
     copied = copy_of()
-    assert is_known(copied)
+    assert is_supported(copied)
     with monkeypatch.context() as patch:
         patch.setattr(copied, "forward", lambda self, x: x)
-        assert not is_known(copied)
-    assert is_known(copied)
+        assert not is_supported(copied)
+    assert is_supported(copied)
     monkeypatch.setattr(original, "forward", lambda self, x: self.weight * x * self.variance_epsilon)
-    assert not is_known(type("Ours", (nn.Module,), {"forward": original.forward}))
+    assert not is_supported(type("Ours", (nn.Module,), {"forward": original.forward}))
     monkeypatch.setattr(sys.modules[LLAMA], "LlamaRMSNorm", copy_of())
-    assert not is_known(copy_of())
+    assert not is_supported(copy_of())
