@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_actprune import __version__
 from lightning_actprune.analysis.estimate import METHODS, estimate
-from lightning_actprune.analysis.simulated import PRECISIONS
+from lightning_actprune.analysis.simulate_step import PRECISIONS
 from lightning_actprune.codec.dispatch import choose_backend, kernel_refusals
 
 BLOCK_SIZES = (16, 32, 64, 1024, 2048)

@@ -27,7 +27,7 @@ LAYERS = (
     {"codec"},
     {"compiled"},
     {"operators"},
-    {"functional", "convert", "replay", "report", "tables"},
+    {"functional", "convert", "replay", "report"},
     {"analysis"},
     {"callbacks"},
     {"__init__", "__main__"},

@@ -36,7 +36,7 @@ layers, attention's inputs above all, is nearly exact in any case, and becomes d
 Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak
 grows, as far as can be said without looking: where two layers share a tensor and one of them is dense, the other one
 packs what is there anyway. So the last setting whose peak fits is found by bisection, of which each look is a simulated
-step (``analysis.simulated``): some ten of them for the 279 settings of a ViT-B/16. What is chosen has itself been
+step (``analysis.simulate_step``): some ten of them for the 279 settings of a ViT-B/16. What is chosen has itself been
 looked at, so it fits whether or not peaks grow all along the path.
 
 A simulation knows no fragments, workspaces of convolutions and buckets of a strategy. Whoever has measured a step of a
@@ -57,7 +57,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_layers, new_owner

@@ -1,6 +1,6 @@
 """What each preset would save of a model, and what peak is left, before anything is trained, and without a GPU.
 
-For each setting one training step is played through without values (``analysis.simulated``). Of that step a row says ::
+For each setting one training step is played through without values (``analysis.simulate_step``). A row of it says ::
 
     activations    bytes of the distinct storages that autograd keeps at the end of forward
     peak           most bytes in use during the step, cuBLAS's workspaces included
@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import PresetName, listed
 from lightning_actprune.convert import convert

@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_actprune.analysis.allocation import Allocation, Allocator, prepared
-from lightning_actprune.analysis.simulated import (
+from lightning_actprune.analysis.simulate_step import (
     NoValuesError,
     check_precision,
     has_known_values,
     simulate,
 )
 from lightning_actprune.analysis.step_memory import StepMemory
-from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.callbacks.fit import checked
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
 from lightning_actprune.operators.containers import map_tensors

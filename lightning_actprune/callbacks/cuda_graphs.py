@@ -24,7 +24,7 @@ from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_m
 from lightning_actprune.replay.graph import CudaRecorder, Recorder
 from lightning_actprune.replay.memory import move_gradients
 from lightning_actprune.replay.module import ModuleReplay, ReplayedModule, replay_module, stop_replay
-from lightning_actprune.tables import counted
+from lightning_actprune.report import counted
 
 SEARCH_STEPS = 3
 """Steps in which the outermost modules are looked for: some fits train modules in turns."""

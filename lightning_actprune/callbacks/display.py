@@ -14,13 +14,25 @@ from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune import config
-from lightning_actprune.analysis.memory import MemoryReport
-from lightning_actprune.analysis.memory_table import compiled_cells
+from lightning_actprune.analysis.memory import MemoryReport, compiled_cells
 from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.compiled.report import Row
-from lightning_actprune.report import MOST_NAMED, ConversionReport, LayerReport, add_layers, with_reasons
-from lightning_actprune.tables import as_text, corresponding, counted, enumerated, mib, percent, shortened, table
+from lightning_actprune.report import (
+    MOST_NAMED,
+    ConversionReport,
+    LayerReport,
+    add_layers,
+    as_text,
+    corresponding,
+    counted,
+    enumerated,
+    mib,
+    percent,
+    shortened,
+    table,
+    with_reasons,
+)
 
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12

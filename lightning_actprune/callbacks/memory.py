@@ -15,11 +15,9 @@ from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
-from lightning_actprune.analysis.memory_table import headline, memory_table
-from lightning_actprune.analysis.pictures import epochs_picture, layers_picture, step_picture
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter, headline, memory_table
+from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.display import (
     keepers_table,
     peak_text,
@@ -27,12 +25,12 @@ from lightning_actprune.callbacks.display import (
     step_table,
     uncovered_text,
 )
-from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
+from lightning_actprune.callbacks.fit import CurrentFit, TrainerCallback, Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
 from lightning_actprune.operators.hooks import explain
-from lightning_actprune.tables import MIB
+from lightning_actprune.report import MIB
 
 _AS_MUCH = 1.02
 """By how much compiled code may be said to keep more than it was seen to."""
@@ -49,9 +47,9 @@ class ActivationMemoryMonitor(TrainerCallback):
 
     Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes kept are
     counted exactly, on any device; so are those that the same step would keep if no layer were converted, for which
-    converted layers run once more without values (``analysis.dense``). On CUDA the allocator is asked too: growth of
-    the requested bytes over the forward, and the bytes in use over the step, for which the peak statistics of the
-    device are reset again and again in the measured step of an epoch.
+    converted layers run once more without values (``analysis.dense_footprint``). On CUDA the allocator is read too:
+    growth of the requested bytes over the forward, and the bytes in use over the step, for which the peak statistics
+    of the device are reset again and again in the measured step of an epoch.
 
     Printed are, once a fit, after the first measured step: what the whole model keeps, dense and now; who keeps more
     than a third of it as it is; what each layer keeps, those at corresponding places (``blocks.*.fc1``) in one row; and

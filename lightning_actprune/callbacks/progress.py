@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.callbacks.fit import checked
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.registry import layers
 from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, lowest_sparsity, sparsity_at

@@ -16,12 +16,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_actprune.analysis.allocation import Allocation, check_memory_budget
-from lightning_actprune.callbacks.advice import (
-    warn_of_idle,
-    warn_of_optimizers,
-    warn_of_surroundings,
-)
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.budget import MemoryBudget
 from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.callbacks.cuda_graphs import GraphedSteps
@@ -32,11 +26,20 @@ from lightning_actprune.callbacks.display import (
     decision_text,
     show,
 )
-from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
-from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
+from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe, TrialProbe
+from lightning_actprune.callbacks.fit import (
+    CurrentFit,
+    TrainerCallback,
+    Verbosity,
+    check_verbose,
+    checked,
+    in_detail,
+    warn_of_idle,
+    warn_of_optimizers,
+    warn_of_surroundings,
+)
 from lightning_actprune.callbacks.host_wait import HostWait
 from lightning_actprune.callbacks.progress import SparsityProgress
-from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.codec.dispatch import compilation
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag

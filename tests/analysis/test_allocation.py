@@ -26,7 +26,7 @@ from lightning_actprune.analysis.allocation import (
     check_memory_budget,
     prepared,
 )
-from lightning_actprune.analysis.simulated import simulate
+from lightning_actprune.analysis.simulate_step import simulate
 from lightning_actprune.analysis.step_memory import MemoryMoment, StepMemory
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, new_owner

@@ -28,7 +28,7 @@ from lightning_actprune.analysis.caching_allocator import GRAIN, SMALL, WORKSPAC
 from lightning_actprune.analysis.estimate import METHODS, EstimateRow, estimate
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.simulated import loss_of, simulate
+from lightning_actprune.analysis.simulate_step import loss_of, simulate
 from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks

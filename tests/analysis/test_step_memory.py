@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.pictures import epochs_picture, layers_picture, step_picture
+from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.recorder import unpack_listeners
 from lightning_actprune.analysis.step_memory import (
     PHASES,

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
-from lightning_actprune.analysis.memory_table import headline, memory_table
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, headline, memory_table
 from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display, memory
 from lightning_actprune.compiled.report import Row
+from lightning_actprune.report import as_text
 from lightning_actprune.schedules import LinearSchedule
-from lightning_actprune.tables import as_text
 from tests.support.helpers import BATCHES, ByHand, Net, assert_plain, fit, loader, warnings_of
 
 STEPS = [BATCHES - 1, 2 * BATCHES - 1]

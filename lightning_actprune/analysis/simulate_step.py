@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_actprune.analysis.caching_allocator import CachingAllocator
-from lightning_actprune.analysis.dense import _FakeMode
+from lightning_actprune.analysis.dense_footprint import _FakeMode
 from lightning_actprune.analysis.first_batch import RetentionProbe, keep_blocks
 from lightning_actprune.analysis.recorder import ModuleNames
 from lightning_actprune.analysis.step_memory import StepMemory, StepMemoryRecorder
