@@ -282,7 +282,8 @@ def environment() -> dict[str, Any]:
         },
         "gpus": gpus,
         "gpu_trouble": trouble,
-        "c_compiler": _c_compiler(),
+        # Triton builds its launchers with it.
+        "c_compiler": _first(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")),
         "triton_interpret": os.environ.get("TRITON_INTERPRET") == "1",
         "optional": {name: _version(name) for name in OPTIONAL},
         "kernels": [_backend(dtype, device, size) for device in devices for dtype in DTYPES for size in BLOCK_SIZES],
@@ -307,7 +308,8 @@ def _gpus() -> tuple[list[dict[str, Any]], str | None]:
     found = []
     try:
         if not torch.cuda.is_available():
-            return [], "torch sees no GPU" if _built_for_gpus() else "this torch is built without CUDA"
+            has_gpu_code = torch.version.cuda is not None or torch.version.hip is not None
+            return [], "torch sees no GPU" if has_gpu_code else "this torch is built without CUDA"
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             capability = f"{properties.major}.{properties.minor}"
@@ -318,20 +320,11 @@ def _gpus() -> tuple[list[dict[str, Any]], str | None]:
     return found, None
 
 
-def _built_for_gpus() -> bool:
-    return torch.version.cuda is not None or torch.version.hip is not None
-
-
 def _free_bytes(index: int) -> int | None:
     try:
         return torch.cuda.mem_get_info(index)[0]
     except Exception:  # on a full GPU there may be no room for this process's context
         return None
-
-
-def _c_compiler() -> str | None:
-    """Return the C compiler, with which triton builds what launches its kernels."""
-    return _first(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
 
 
 def _version(distribution: str) -> str | None:

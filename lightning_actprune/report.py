@@ -330,14 +330,9 @@ def kept_text(keep: Keep, first: float = 0.0, last: float = 0.0, bits: int | Non
     parts = ["values as they are" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"]
     parts += [f"8 below {keep.fine_rows} rows"] if few and 0 < keep.stored_bits < 8 and keep.fine_rows else []
     if first or last:
-        parts.append(f"drops {_span([f'{100 * first:g}', f'{100 * last:g}'])} %")
+        ends = dict.fromkeys((f"{100 * first:g}", f"{100 * last:g}"))
+        parts.append(f"drops {' to '.join(ends)} %")
         parts += [] if keep.selection == "largest" else [f"selection {keep.selection}"]
         parts += [] if keep.scope == "sample" else [f"per {keep.scope}"]
     parts += [] if keep.block_size == Keep.block_size else [f"blocks of {keep.block_size}"]
     return ", ".join(parts)
-
-
-def _span(shown: Iterable[str]) -> str:
-    """Return the first and the last of some numbers, or the one that both are."""
-    first, *_, last = (*shown,) * 2
-    return first if first == last else f"{first} to {last}"

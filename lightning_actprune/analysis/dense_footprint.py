@@ -83,7 +83,12 @@ class DenseForward:
                 torch.set_autocast_cache_enabled(cached)
                 parametrize._cache_enabled = parametrized
                 set_python_generators(generators)
-        self._saved = [(tensor, self._shared(tensor)) for tensor in saved]
+        self._saved: list[tuple[Tensor, Any]] = []
+        """Each tensor that the dense module would save, with its key if it is one of autocast's shared copies."""
+        for tensor in saved:
+            leaf = copied_leaf(tensor)
+            real = None if leaf is None else self._real.get(id(leaf))
+            self._saved.append((tensor, None if real is None else shared_copy(real)))
 
     def storages(self, output: Any) -> dict[Any, int]:
         """Return the bytes of each storage that the dense module would keep, autocast's copies by their own keys.
@@ -99,11 +104,6 @@ class DenseForward:
             for key, nbytes in storages(tensor):
                 found |= dict([self._keys.get(key, (key if copy is None else copy, nbytes))])
         return found
-
-    def _shared(self, saved: Tensor) -> Any:
-        """Return the key of the copy that ``saved`` is, ``None`` if it is none that others share."""
-        leaf = copied_leaf(saved)
-        return None if leaf is None or id(leaf) not in self._real else shared_copy(self._real[id(leaf)])
 
     def _twin(self, module: nn.Module) -> nn.Module:
         """Return a module of the dense class with fake parameters and buffers, twins for children, and no hooks."""

@@ -199,17 +199,15 @@ class SavedTensorMeter(SavedTensorRecorder):
             row = rows.setdefault(layer, LayerFootprint(type(layer).__name__, type(layer).__name__, 0.0))
             _add(row, call, sum(packed.values()), elsewhere, call in self._sharing)
         counted = self._batch | self._parameters | self._kept_copies
+        converted = {module for module in self._model.modules() if isinstance(module, Converted)}
+        # Compiled code that keeps something may hide converted modules whose calls nobody saw.
+        hidden = self._compiled_bytes > 0 and not converted <= self._called
         return MemoryReport(
             [row for row in rows.values() if row.calls],
             sum(self._other.values()),
-            None if self._hidden() else sum(nbytes for key, nbytes in self._dense.items() if key not in counted),
+            None if hidden else sum(nbytes for key, nbytes in self._dense.items() if key not in counted),
             compiled_bytes=self._compiled_bytes,
         )
-
-    def _hidden(self) -> bool:
-        """Return whether compiled code keeps something, and converted modules were not called that may be in it."""
-        converted = {module for module in self._model.modules() if isinstance(module, Converted)}
-        return self._compiled_bytes > 0 and not converted <= self._called
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._enter_module(module, args, kwargs)

@@ -146,7 +146,10 @@ def shared_copy(tensor: Tensor) -> Any:
     """
     leaf = tensor.is_leaf and tensor.requires_grad and not tensor._is_view()
     cached = leaf and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
-    return _shared_key(tensor) if cached else None
+    if not cached:
+        return None
+    # The storage tells a tensor from a later one with the same id, the id from others with the same storage.
+    return StorageKey(tensor.untyped_storage()), id(tensor), _region()  # type: ignore[no-untyped-call]
 
 
 def copied_leaf(saved: Tensor) -> Tensor | None:
@@ -161,11 +164,6 @@ def kept_copy(saved: Tensor) -> Any:
     """Return the key of the copy that ``saved`` is, or is a view of, ``None`` if it is no copy that others share."""
     leaf = copied_leaf(saved)
     return None if leaf is None else shared_copy(leaf)
-
-
-def _shared_key(leaf: Tensor) -> Any:
-    # The storage tells a tensor from a later one with the same id, the id from others with the same storage.
-    return StorageKey(leaf.untyped_storage()), id(leaf), _region()  # type: ignore[no-untyped-call]
 
 
 def _region() -> Any:
@@ -477,16 +475,12 @@ class SavedTensorRecorder:
             call.saved, call.sparsity, call.packs = True, sparsity_of(call.layer), packs(call.layer)
         original = next(iter(storages(packing.original)), None)
         for key, nbytes in storages(tensor):
-            if tensor.dtype == torch.uint8:
-                self._note_quantized(key, call)
+            if tensor.dtype == torch.uint8 and call is None:
+                self._quantized.add(key)
+            elif tensor.dtype == torch.uint8 and call is not None and call.packs and key in self._quantized:
+                call.reuses = True
             where = tensor.device, tensor.dtype
             self._on_saved(Saved(key, nbytes, module, call, weakref.ref(kept), *where, copy_key, original))
-
-    def _note_quantized(self, key: StorageWeakRef, call: LayerCall | None) -> None:
-        if call is None:
-            self._quantized.add(key)
-        elif call.packs and key in self._quantized:
-            call.reuses = True
 
     def _follow(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks

@@ -92,7 +92,7 @@ Prepare: TypeAlias = Callable[[nn.Module], ConversionReport | None]
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY = 132, 232448, 9
-"""Those of an H100 and of an H200, which some kernels cut their work by."""
+"""Those of an H100 and an H200, by which some kernels cut their work; 16 blocks of 128 threads fit a multiprocessor."""
 MOST_VALUES = 2**21
 """Values up to which a tensor that depends on nothing but shapes has some."""
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -312,7 +312,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if device is not None:
             kwargs["device"] = torch.device("cpu")
-        known = _computes(func) and all(self._has_values(tensor) for tensor in given)
+        known = _computes(func) and not any(
+            tensor.untyped_storage()._cdata in self.allocator.without_values for tensor in given
+        )
         if given and known and sum(tensor.numel() for tensor in given) <= MOST_VALUES:
             return self.counted(func(*args, **kwargs), given)
         if func.overloadpacket.__name__ in _ASKING:
@@ -359,9 +361,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             return made
 
         return tree_map_only(Tensor, counted, found)
-
-    def _has_values(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self.allocator.without_values
 
     def _no_values(self, func: Any, what: str) -> str:
         name = self._running()
@@ -439,8 +438,6 @@ def _bytes_of_column_sums(rows: int, columns: int) -> int:
 
 
 _ATTENTION_BACKWARDS = {f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient")}
-MULTIPROCESSORS = 132
-"""Those of an H100 and an H200, each with room for 16 blocks of 128 threads."""
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

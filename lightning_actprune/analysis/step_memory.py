@@ -460,16 +460,13 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._add_moment(*self._taken_up)
         node = current_autograd_node()
         operator = None if node is None else operator_name(node.name())
-        for key, index in self._takers(kept):
+        # Of several who saved one object, the last one that has not taken it up yet does so now.
+        others = [(key, index) for key, index in kept.saved if self._retained[key].retainers[index].operator is None]
+        for key, index in dict(others or kept.saved).items():
             retainers = self._retained[key].retainers
             fqn = retainers[index].fqn
             self._taken_up = fqn, operator
             retainers[index] = Retainer(fqn, operator)
-
-    def _takers(self, kept: _InGraph) -> Iterable[tuple[StorageWeakRef, int]]:
-        """Return who takes up ``kept`` now: of several who saved one object, the last that has not done so yet."""
-        waiting = [(key, index) for key, index in kept.saved if self._retained[key].retainers[index].operator is None]
-        return dict(waiting or kept.saved).items()
 
     def _on_let_go(self, number: int) -> None:
         kept = self._graph.pop(number, None)

@@ -57,19 +57,16 @@ _FULL = 0.999
 def show(trainer: pl.Trainer, *contents: RenderableType) -> None:
     """Print ``contents`` on rank zero by the way that suits the progress bar in use."""
     bar = trainer.progress_bar_callback
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for content in contents:
         if isinstance(bar, TQDMProgressBar):
             # Unlike the bar's own `print`, this also works while no bar is active.
             tqdm.write(as_text(content))
-        elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
+        elif isinstance(bar, RichProgressBar) or any(isinstance(each, RichModelSummary) for each in callbacks):
             # The console that Lightning's bar draws on: a second one would garble it.
             get_console().print(content, markup=False)
         else:
             rank_zero_info(as_text(content))
-
-
-def _has(trainer: pl.Trainer, kind: type[pl.Callback]) -> bool:
-    return any(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]:

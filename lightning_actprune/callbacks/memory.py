@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter, headline, memory_table
+from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, headline, memory_table
 from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.callbacks.display import (
@@ -395,23 +395,21 @@ def _in_bar(known: bool) -> str:
 
 def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
     """Give what each layer keeps to every logger, in a group of its own, as ``actprune_layers/<layer>/stored_mib``."""
+    # Lightning logs the totals of the epoch at this step, so all share an x-axis. It counts from zero and has no public
+    # name; Lightning's own monitors read it here too. A model that logs "step" itself moves the totals and not the
+    # layers: it may log "step" after all callbacks, and reading what it has logged would reduce over the ranks.
+    step = max(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step) - 1, 0)
     for logger in trainer.loggers if trainer.is_global_zero else ():
         metrics = {
             logger.group_separator.join(("actprune_layers", row.fqn, name)): value
             for row in report.rows
-            for name, value in _of_layer(row).items()
+            for name, value in (
+                ("dense_mib", row.dense_bytes / MIB),
+                ("stored_mib", row.stored_bytes / MIB),
+                ("sparsity", row.sparsity),
+            )
         }
-        logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=_step(trainer))  # as Lightning adds it
-
-
-def _step(trainer: pl.Trainer) -> int:
-    """Return the step at which Lightning logs the totals of the epoch, so that all share an x-axis.
-
-    It counts from zero and has no public name; Lightning's own monitors read it in this place too. A model that logs
-    ``"step"`` itself gives the totals that x-axis, which nobody can know here: it may still do so when all callbacks
-    have been called, and to ask what it has logged would be a reduction over the ranks.
-    """
-    return max(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step) - 1, 0)
+        logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=step)  # as Lightning adds it
 
 
 def _totals(report: MemoryReport, known: bool) -> dict[str, float]:
@@ -427,10 +425,6 @@ def _totals(report: MemoryReport, known: bool) -> dict[str, float]:
     if report.measured_peak_bytes is not None:
         metrics["actprune/peak_mib"] = report.measured_peak_bytes / MIB
     return metrics
-
-
-def _of_layer(row: LayerFootprint) -> dict[str, float]:
-    return {"dense_mib": row.dense_bytes / MIB, "stored_mib": row.stored_bytes / MIB, "sparsity": row.sparsity}
 
 
 def _check_alone(trainer: pl.Trainer) -> None:

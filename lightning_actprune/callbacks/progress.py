@@ -66,7 +66,8 @@ class SparsityProgress:
     def start(self, trainer: pl.Trainer) -> None:
         """Find out at how many steps progress is 1, if the sparsity of a layer depends on it."""
         self._horizon = None
-        schedules = [own.sparsity for own in self._layers if _changes(own.sparsity)]
+        sparsities = [own.sparsity for own in self._layers]
+        schedules = [s for s in sparsities if isinstance(s, SparsitySchedule) and not isinstance(s, ConstantSchedule)]
         if not schedules:
             return
         steps = self.total_steps or _estimated_steps(trainer)
@@ -121,7 +122,3 @@ def _estimated_steps(trainer: pl.Trainer) -> int | float:
     parts = map(schedulers[0].get_accumulate_grad_batches, range(trainer.max_epochs))
     total = sum(math.ceil(batches / part) for part in parts)
     return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
-
-
-def _changes(sparsity: float | SparsitySchedule) -> bool:
-    return isinstance(sparsity, SparsitySchedule) and not isinstance(sparsity, ConstantSchedule)
