@@ -32,10 +32,10 @@ _Result = TypeVar("_Result")
 Verbosity: TypeAlias = bool | Literal[0, 1, 2]
 
 
-def checked(check: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
+def run_check(check: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:
     """Return ``check(*arguments, **named)``, with errors of arguments as the exception of Lightning's callbacks."""
     try:
-        return check(*arguments, **named)
+        return check(*arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(str(error)) from error
 
@@ -56,7 +56,7 @@ def check_verbose(value: Any) -> Verbosity:
     return int(value)  # type: ignore[return-value]
 
 
-def in_detail(verbose: Verbosity) -> bool:
+def is_detailed(verbose: Verbosity) -> bool:
     """Return whether to print all there is."""
     return verbose is True or verbose == 2  # `True == 1`
 
@@ -137,9 +137,9 @@ def warn_of_surroundings(trainer: pl.Trainer, device: torch.device) -> None:
     dtype = torch.float64 if str(trainer.precision) == "64-true" else torch.float32
     reasons = kernel_refusals(dtype, device, Keep.block_size, 1)
     if reasons:
-        shown = "; ".join(reason.partition(" (")[0] for reason in reasons)
+        text = "; ".join(reason.partition(" (")[0] for reason in reasons)
         rank_zero_warn(
-            f"The kernels of ActivationPruning do not run here ({shown}), so plain PyTorch does their "
+            f"The kernels of ActivationPruning do not run here ({text}), so plain PyTorch does their "
             "work: as much memory is saved, but a step may take several times as long. HINT: train on an NVIDIA GPU of "
             "compute capability 8.0 or newer, in float32, bfloat16 or float16."
         )

@@ -15,17 +15,24 @@ from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, headline, memory_table
+from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, describe_memory, tabulate_memory
 from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.callbacks.display import (
-    keepers_table,
-    peak_text,
+    describe_peak,
+    describe_uncovered,
     show,
-    step_table,
-    uncovered_text,
+    tabulate_keepers,
+    tabulate_step,
 )
-from lightning_actprune.callbacks.fit import CurrentFit, TrainerCallback, Verbosity, check_verbose, checked, in_detail
+from lightning_actprune.callbacks.fit import (
+    CurrentFit,
+    TrainerCallback,
+    Verbosity,
+    check_verbose,
+    is_detailed,
+    run_check,
+)
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
@@ -109,9 +116,9 @@ class ActivationMemoryMonitor(TrainerCallback):
     def __init__(self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False) -> None:
         super().__init__()
         hint = "3 lets the first batches warm up."
-        self.measure_batch = checked(check_count, measure_batch, "measure_batch", hint)
+        self.measure_batch = run_check(check_count, measure_batch, "measure_batch", hint)
         self.verbose = check_verbose(verbose)
-        self.log_layers = checked(check_flag, log_layers, "log_layers")
+        self.log_layers = run_check(check_flag, log_layers, "log_layers")
         self._fit = CurrentFit()
         self._report: MemoryReport | None = None
         self._pending: MemoryReport | None = None
@@ -119,7 +126,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         self._epoch: int | None = None
         self._step = 0
         self._history: deque[dict[str, float | None]] = deque(maxlen=MAX_EPOCHS)
-        self._shown = self._began = self._backward = False
+        self._was_shown = self._has_begun = self._backward = False
         self._meter: SavedTensorMeter | None = None
         self._recorder: StepMemoryRecorder | None = None
         self._requested_before = 0
@@ -165,13 +172,13 @@ class ActivationMemoryMonitor(TrainerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._history.clear()
         self._epoch = None
-        self._to_log = self._shown = self._began = False
+        self._to_log = self._was_shown = self._has_begun = False
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._began = True
+        self._has_begun = True
         # "At least": a run resumed in the middle of an epoch may begin behind the batch to measure.
         due = batch_idx >= min(self.measure_batch, trainer.num_training_batches - 1)
         if self._epoch != trainer.current_epoch and (due or _is_last(trainer, pl_module, batch_idx)):
@@ -205,7 +212,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             self._epoch = None
         if self._end_step() and self._report is not None:
             _log_at_once(trainer, pl_module, self._report, in_bar=bool(self.verbose))
-            if self.verbose and not self._shown:
+            if self.verbose and not self._was_shown:
                 self._show(trainer, self._report)
 
     @override
@@ -218,12 +225,12 @@ class ActivationMemoryMonitor(TrainerCallback):
             return
         if self.log_layers:
             _log_layers(trainer, report)
-        if in_detail(self.verbose):
-            show(trainer, memory_table(report, trainer.current_epoch, _compiled_rows(trainer, report)))
+        if is_detailed(self.verbose):
+            show(trainer, tabulate_memory(report, trainer.current_epoch, _find_compiled_rows(trainer, report)))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._began and not self._history:
+        if self._has_begun and not self._history:
             hint = " HINT: lower `measure_batch`." if self.measure_batch else ""
             rank_zero_warn(
                 f"ActivationMemoryMonitor has measured no step: the fit was over before batch {self.measure_batch} of "
@@ -243,21 +250,23 @@ class ActivationMemoryMonitor(TrainerCallback):
 
     def _show(self, trainer: pl.Trainer, report: MemoryReport) -> None:
         """Print what is printed once a fit."""
-        self._shown = True
-        epoch, step, detailed = trainer.current_epoch, report.step, in_detail(self.verbose)
-        rows = _compiled_rows(trainer, report)
-        parts: list[RenderableType] = [text for text in (headline(report, rows), uncovered_text(report)) if text]
-        parts += [] if detailed else [memory_table(report, epoch, rows)]  # which the end of the epoch prints
+        self._was_shown = True
+        epoch, step, detailed = trainer.current_epoch, report.step, is_detailed(self.verbose)
+        rows = _find_compiled_rows(trainer, report)
+        parts: list[RenderableType] = [
+            text for text in (describe_memory(report, rows), describe_uncovered(report)) if text
+        ]
+        parts += [] if detailed else [tabulate_memory(report, epoch, rows)]  # which the end of the epoch prints
         if step is not None:
-            parts += [keepers_table(step, epoch), step_table(step, epoch)] if detailed else []
-            parts += [text for text in (peak_text(step),) if text]
+            parts += [tabulate_keepers(step, epoch), tabulate_step(step, epoch)] if detailed else []
+            parts += [text for text in (describe_peak(step),) if text]
         show(trainer, *parts)
 
     def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
         self._backward = False
         if pl_module.device.type == "cuda":
-            self._requested_before = _requested_bytes(pl_module.device)
+            self._requested_before = _read_requested_bytes(pl_module.device)
         self._meter = SavedTensorMeter(pl_module, batch)
         self._meter.__enter__()
         self._recorder = StepMemoryRecorder(pl_module, batch, optimizers, pl_module.device)
@@ -269,7 +278,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             return
         self._pending = self._meter.report()
         if pl_module.device.type == "cuda":
-            self._pending.measured_activation_bytes = _requested_bytes(pl_module.device) - self._requested_before
+            self._pending.measured_activation_bytes = _read_requested_bytes(pl_module.device) - self._requested_before
         self._close_meter()
 
     def _end_step(self) -> bool:
@@ -303,7 +312,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             self._meter = None
 
 
-def _compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
+def _find_compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
     """Return how what compiled code keeps is kept, as an ``ActivationPruning`` knows it.
 
     What is said again of a graph that was compiled again counts once. Nothing if that is more than the step has kept:
@@ -316,7 +325,7 @@ def _compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
     return rows if sum(row.stored_bytes for row in rows) <= _AS_MUCH * report.compiled_bytes else []
 
 
-def _requested_bytes(device: torch.device) -> int:
+def _read_requested_bytes(device: torch.device) -> int:
     """Return the bytes that live tensors asked the allocator for: no rounding, no cache."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
@@ -361,10 +370,10 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
         return
     assert report is not None, "all ranks have measured"
     _check_trainer(trainer, pl_module)
-    known = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
-    for name, value in _totals(report, known).items():
-        shown = in_bar and name == _in_bar(known)
-        pl_module.log(name, value, prog_bar=shown, sync_dist=True, batch_size=_BATCH_SIZE)
+    has_dense = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
+    for name, value in _compute_totals(report, has_dense).items():
+        prog_bar = in_bar and name == _choose_bar_name(has_dense)
+        pl_module.log(name, value, prog_bar=prog_bar, sync_dist=True, batch_size=_BATCH_SIZE)
 
 
 def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport, in_bar: bool) -> None:
@@ -372,11 +381,13 @@ def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Mem
     if trainer.barebones:
         return
     _check_trainer(trainer, pl_module)
-    known = report.dense_bytes is not None
-    for name, value in _totals(report, known).items():
-        shown = in_bar and name == _in_bar(known)
+    has_dense = report.dense_bytes is not None
+    for name, value in _compute_totals(report, has_dense).items():
+        prog_bar = in_bar and name == _choose_bar_name(has_dense)
         on_host = torch.tensor(value)  # Lightning reads what the progress bar shows after each batch, and waits for it
-        pl_module.log(name, on_host, on_step=True, on_epoch=False, prog_bar=shown, logger=False, batch_size=_BATCH_SIZE)
+        pl_module.log(
+            name, on_host, on_step=True, on_epoch=False, prog_bar=prog_bar, logger=False, batch_size=_BATCH_SIZE
+        )
 
 
 def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -388,9 +399,9 @@ def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         )
 
 
-def _in_bar(known: bool) -> str:
+def _choose_bar_name(has_dense: bool) -> str:
     """Return which of the totals the progress bar shows."""
-    return "actprune/saved_frac" if known else "actprune/stored_mib"
+    return "actprune/saved_frac" if has_dense else "actprune/stored_mib"
 
 
 def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
@@ -412,10 +423,10 @@ def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
         logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=step)  # as Lightning adds it
 
 
-def _totals(report: MemoryReport, known: bool) -> dict[str, float]:
+def _compute_totals(report: MemoryReport, has_dense: bool) -> dict[str, float]:
     """Return the totals by the names under which they are logged; ``known``: also those of the dense model."""
     metrics = {"actprune/stored_mib": report.stored_bytes / MIB}
-    if known and report.dense_bytes is not None:
+    if has_dense and report.dense_bytes is not None:
         metrics["actprune/dense_mib"] = report.dense_bytes / MIB
         metrics["actprune/saved_mib"] = (report.dense_bytes - report.stored_bytes) / MIB
         metrics["actprune/saved_frac"] = report.saved_fraction or 0.0
@@ -441,15 +452,15 @@ def _check_alone(trainer: pl.Trainer) -> None:
 @rank_zero_only
 def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Write the pictures of the layers, the epochs and the step, those that show anything, and return the files."""
-    rows, made = report.to_rows(), {}
+    rows, figures = report.to_rows(), {}
     if rows:
-        made["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
+        figures["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
     if history:
-        made["epochs"] = epochs_picture(history)
+        figures["epochs"] = epochs_picture(history)
     if report.step is not None and report.step.moments:
-        made["step"] = step_picture({"Memory over the step": report.step})
+        figures["step"] = step_picture({"Memory over the step": report.step})
     folder.mkdir(parents=True, exist_ok=True)
-    files = {folder / f"{name}.png": figure for name, figure in made.items()}
+    files = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in files.items():
         figure.savefig(path, dpi=_DPI)
     return list(files)
