@@ -45,7 +45,7 @@ from examples.classifier import ImageClassifier
 from examples.data import DATASETS, ImageData
 from examples.models import MODELS
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
-from lightning_actprune.analysis.simulated import simulate
+from lightning_actprune.analysis.simulate_step import simulate
 from lightning_actprune.config import PresetName
 
 PRESETS = get_args(PresetName)

@@ -1,7 +1,7 @@
 """``python -m lightning_actprune``: versions, GPUs and where the kernels run, for bug reports and for finding out.
 
 Nothing of that raises for what a machine lacks: a package that is missing or a driver that does not answer is shown as
-such. CUDA is asked only when ``environment`` is called.
+such. CUDA is asked only when ``collect_environment`` is called.
 
 ``python -m lightning_actprune estimate MODEL``: what each preset would save of a model (``analysis.estimate``). A model
 is ``timm:NAME``, ``hf:TYPE``, ``hf:ID`` on the hub or ``hf:PATH`` of a configuration, or ``MODULE:ATTRIBUTE``: a
@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_actprune import __version__
 from lightning_actprune.analysis.estimate import METHODS, estimate
-from lightning_actprune.analysis.simulated import PRECISIONS
+from lightning_actprune.analysis.simulate_step import PRECISIONS
 from lightning_actprune.codec.dispatch import choose_backend, kernel_refusals
 
 BLOCK_SIZES = (16, 32, 64, 1024, 2048)
@@ -65,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "estimate":
         return _print_estimate(args)
-    found = environment()
+    info = collect_environment()
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(info, indent=2) + "\n")
         return 0
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-    console.print(Text(verdict(found)), end="\n\n")
-    for table in _tables(found):
+    console.print(Text(describe_kernels(info)), end="\n\n")
+    for table in _make_tables(info):
         console.print(table)
         console.print()
     return 0
@@ -82,7 +82,7 @@ def _add_estimate(commands: Any) -> None:
     parser.add_argument("model", help="timm:NAME, hf:TYPE, hf:ID, hf:PATH or MODULE:ATTRIBUTE")
     parser.add_argument("--batch", type=int, default=32, metavar="SAMPLES", help="samples of a step (default: 32)")
     parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of a text (default: 1024)")
-    parser.add_argument("--shape", type=_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
+    parser.add_argument("--shape", type=_parse_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="(default: bf16-mixed)")
     parser.add_argument("--presets", nargs="+", choices=METHODS, default=list(METHODS), metavar="PRESET", help="rows")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
@@ -91,19 +91,19 @@ def _add_estimate(commands: Any) -> None:
 def _print_estimate(args: argparse.Namespace) -> int:
     """Print an estimate; what the model lacks is an error."""
     try:
-        model, batch = _model_and_batch(args)
-        made = estimate(model, batch, precision=args.precision, presets=args.presets)
+        model, batch = _load_model(args)
+        result = estimate(model, batch, precision=args.precision, presets=args.presets)
     except (ImportError, TypeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     if args.json:
-        sys.stdout.write(json.dumps(made.to_rows(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(result.to_rows(), indent=2) + "\n")
     else:
-        Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(made.rich())
+        Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(result.rich())
     return 0
 
 
-def _model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, Any]:
+def _load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """Return the model that was named, and a batch for it; neither has values."""
     source, _, name = args.model.partition(":")
     if args.batch < 1 or args.length < 1:
@@ -114,52 +114,52 @@ def _model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, Any]:
             "as timm:vit_base_patch16_224, hf:gpt2 or mine.models:build."
         )
     if source == "timm":
-        model: Any = _timm(name)
-        return model, _images(args.batch, args.shape or tuple(model.pretrained_cfg["input_size"]))
+        model: Any = _load_timm(name)
+        return model, _make_images(args.batch, args.shape or tuple(model.pretrained_cfg["input_size"]))
     if source == "hf":
-        return _hugging_face(name), _tokens(args.batch, args.length)
-    found = _attribute(source, name)
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
-    if not isinstance(found, nn.Module) or args.shape is None:
+        return _load_hugging_face(name), _make_tokens(args.batch, args.length)
+    value = _load_attribute(source, name)
+    if isinstance(value, tuple) and len(value) == 2:
+        return value
+    if not isinstance(value, nn.Module) or args.shape is None:
         raise ValueError(
             f"{args.model!r} must be a module, with --shape of an input, or a callable that returns (model, batch), "
-            f"got {type(found).__name__} and --shape {args.shape}. HINT: such as --shape 3,224,224."
+            f"got {type(value).__name__} and --shape {args.shape}. HINT: such as --shape 3,224,224."
         )
-    return found, _images(args.batch, args.shape)
+    return value, _make_images(args.batch, args.shape)
 
 
-def _imported(package: str) -> Any:
+def _import(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ImportError(f"This model needs {package}, which is not installed. HINT: pip install {package}") from error
 
 
-def _attribute(module: str, name: str) -> Any:
+def _load_attribute(module: str, name: str) -> Any:
     """Return what a module of the user has by that name, or what it returns if it is called."""
     try:
-        found = getattr(importlib.import_module(module), name)
-        return found() if callable(found) and not isinstance(found, nn.Module) else found
+        value = getattr(importlib.import_module(module), name)
+        return value() if callable(value) and not isinstance(value, nn.Module) else value
     except Exception as error:  # whatever code of the user raises
         raise ValueError(
             f"{module}:{name} raised {type(error).__name__}: {error}. HINT: run it in Python to see where."
         ) from error
 
 
-def _timm(name: str) -> nn.Module:
-    timm = _imported("timm")
+def _load_timm(name: str) -> nn.Module:
+    timm = _import("timm")
     try:
         model: nn.Module = timm.create_model(name)
     except Exception as error:  # RuntimeErrors, and those of downloads
-        near = _near(name, [*timm.list_models(), *timm.list_pretrained()])
-        raise ValueError(f"timm makes no model {name!r} ({_text(error)}){near}") from error
+        near = _suggest(name, [*timm.list_models(), *timm.list_pretrained()])
+        raise ValueError(f"timm makes no model {name!r} ({_format_error(error)}){near}") from error
     return model
 
 
-def _hugging_face(name: str) -> nn.Module:
+def _load_hugging_face(name: str) -> nn.Module:
     """Return a causal language model of that type, or of the configuration at that path or of that name on the hub."""
-    transformers = _imported("transformers")
+    transformers = _import("transformers")
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     try:
         if name in types and not os.path.exists(name):  # noqa: PTH110  # whatever is given may be a path
@@ -170,8 +170,8 @@ def _hugging_face(name: str) -> nn.Module:
     except Exception as error:  # no network, no access, or no such name
         raise ValueError(
             f"transformers has no model type {name!r}, and no configuration by that name was to be had "
-            f"({_text(error)}){_near(name, types)} HINT: without a network, give a type (hf:llama) or the folder of a "
-            "config.json; models with restricted access need a token (HF_TOKEN)."
+            f"({_format_error(error)}){_suggest(name, types)} HINT: without a network, give a type (hf:llama) or the "
+            "folder of a config.json; models with restricted access need a token (HF_TOKEN)."
         ) from error
     config.use_cache = False
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -184,61 +184,61 @@ def _hugging_face(name: str) -> nn.Module:
     return model
 
 
-def _near(name: str, names: Iterable[str]) -> str:
+def _suggest(name: str, names: Iterable[str]) -> str:
     """Return as a clause which names may be meant."""
     near = difflib.get_close_matches(name, list(names), 3)
     return f"; did you mean {', '.join(near)}?" if near else "."
 
 
-def _images(samples: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_images(samples: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.empty(samples, *shape, device="meta")
     return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
 
 
-def _tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
+def _make_tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _parse_shape(text: str) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split(","))
     if min(sizes) < 1:
         raise ValueError(text)
     return sizes
 
 
-def verdict(found: dict[str, Any]) -> str:
+def describe_kernels(info: dict[str, Any]) -> str:
     """Return in a sentence whether kernels run here, and where."""
-    names = {f"cuda:{gpu['index']}": gpu["name"] for gpu in found["gpus"]}
-    running = dict.fromkeys(row["device"] for row in found["kernels"] if row["backend"] == "triton")
+    names = {f"cuda:{gpu['index']}": gpu["name"] for gpu in info["gpus"]}
+    running = dict.fromkeys(row["device"] for row in info["kernels"] if row["backend"] == "triton")
     if running:
         return f"Kernels run on {', '.join(f'{device} ({names[device]})' for device in running)}."
-    reasons = dict.fromkeys(reason for row in found["kernels"] if row["device"] != "cpu" for reason in row["reasons"])
-    why = next(iter(reasons), None) or found["gpu_trouble"] or "there is no GPU that they take"
+    reasons = dict.fromkeys(reason for row in info["kernels"] if row["device"] != "cpu" for reason in row["reasons"])
+    why = next(iter(reasons), None) or info["gpu_trouble"] or "there is no GPU that they take"
     return (
         f"No kernels run here: {why}. All works with plain PyTorch and saves as much memory, but a step may take "
         "several times as long."
     )
 
 
-def _tables(found: dict[str, Any]) -> Iterator[Table]:
-    versions = {**found["versions"], "c_compiler": found["c_compiler"]}
-    shown = {name: version for name, version in versions.items() if version or name != "torch_hip"}
-    yield _table("Versions", [], ([_LABELS.get(name, name), version or "none"] for name, version in shown.items()))
-    gpus = [
-        [f"cuda:{gpu['index']}", gpu["name"], gpu["capability"], _gib(gpu["memory_bytes"]), _gib(gpu["free_bytes"])]
-        for gpu in found["gpus"]
-    ]
-    if found["gpu_trouble"]:
-        gpus.append(["" if gpus else "none", found["gpu_trouble"]])
-    yield _table("GPUs", ["", "Name", "Capability", "Memory GiB", "Free GiB"], gpus)
+def _make_tables(info: dict[str, Any]) -> Iterator[Table]:
+    versions = {**info["versions"], "c_compiler": info["c_compiler"]}
+    rows = {name: version for name, version in versions.items() if version or name != "torch_hip"}
+    yield _make_table("Versions", [], ([_LABELS.get(name, name), version or "none"] for name, version in rows.items()))
+    gpus = []
+    for gpu in info["gpus"]:
+        sizes = [_format_gib(gpu[name]) for name in ("memory_bytes", "free_bytes")]
+        gpus.append([f"cuda:{gpu['index']}", gpu["name"], gpu["capability"], *sizes])
+    if info["gpu_trouble"]:
+        gpus.append(["" if gpus else "none", info["gpu_trouble"]])
+    yield _make_table("GPUs", ["", "Name", "Capability", "Memory GiB", "Free GiB"], gpus)
     title = "Which implementation runs, by device, type and block size"
-    yield _table(title, ["Device", "Types", "Block sizes", "Runs", "Why"], _merged(found["kernels"]))
-    optional = ([name, version or "none", OPTIONAL[name]] for name, version in found["optional"].items())
-    yield _table("Optional packages", ["Package", "Version", "For"], optional)
+    yield _make_table(title, ["Device", "Types", "Block sizes", "Runs", "Why"], _merge_kernels(info["kernels"]))
+    optional = ([name, version or "none", OPTIONAL[name]] for name, version in info["optional"].items())
+    yield _make_table("Optional packages", ["Package", "Version", "For"], optional)
 
 
-def _merged(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+def _merge_kernels(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield a line for the types, and one for the block sizes of these, that have the same answer on a device."""
     sizes: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
@@ -246,28 +246,28 @@ def _merged(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         key = row["device"], row["dtype"], runs, "; ".join(row["reasons"])
         sizes.setdefault(key, []).append(str(row["block_size"]))
     dtypes: dict[tuple[str, ...], list[str]] = {}
-    for (device, dtype, *answer), some in sizes.items():
-        dtypes.setdefault((device, ", ".join(some), *answer), []).append(dtype)
-    for (device, *answer), some in dtypes.items():
-        yield [device, ", ".join(some), *answer]
+    for (device, dtype, *answer), names in sizes.items():
+        dtypes.setdefault((device, ", ".join(names), *answer), []).append(dtype)
+    for (device, *answer), names in dtypes.items():
+        yield [device, ", ".join(names), *answer]
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(title=title, title_justify="left", show_header=bool(columns))
+def _make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=bool(columns))
     for column in columns:
-        made.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row))  # not as markup, which would swallow what stands in brackets
-    return made
+        table.add_row(*map(Text, row))  # not as markup, which would swallow what stands in brackets
+    return table
 
 
-def _gib(nbytes: int | None) -> str:
+def _format_gib(nbytes: int | None) -> str:
     return "unknown" if nbytes is None else f"{nbytes / _GIB:.1f}"
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Return versions, GPUs, optional packages and the backend by device, dtype and block size, fit for JSON."""
-    gpus, trouble = _gpus()
+    gpus, trouble = _find_gpus()
     devices = [*(torch.device("cuda", gpu["index"]) for gpu in gpus), torch.device("cpu")]
     return {
         "versions": {
@@ -277,75 +277,68 @@ def environment() -> dict[str, Any]:
             "torch": torch.__version__,
             "torch_cuda": torch.version.cuda,
             "torch_hip": torch.version.hip,
-            "triton": _first(map(_version, _TRITON)),
-            "lightning": _version("lightning"),
+            "triton": _find_first(map(_find_version, _TRITON)),
+            "lightning": _find_version("lightning"),
         },
         "gpus": gpus,
         "gpu_trouble": trouble,
-        "c_compiler": _c_compiler(),
+        # Triton builds its launchers with it.
+        "c_compiler": _find_first(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")),
         "triton_interpret": os.environ.get("TRITON_INTERPRET") == "1",
-        "optional": {name: _version(name) for name in OPTIONAL},
-        "kernels": [_backend(dtype, device, size) for device in devices for dtype in DTYPES for size in BLOCK_SIZES],
+        "optional": {name: _find_version(name) for name in OPTIONAL},
+        "kernels": [_find_backend(t, device, size) for device in devices for t in DTYPES for size in BLOCK_SIZES],
     }
 
 
-def _backend(dtype: torch.dtype, device: torch.device, block_size: int) -> dict[str, Any]:
+def _find_backend(dtype: torch.dtype, device: torch.device, block_size: int) -> dict[str, Any]:
     """Return which implementation takes a tensor, and why it is not the kernels."""
     row = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "block_size": block_size}
     try:
         backend: str = choose_backend((1, block_size), dtype, device, block_size, 1)
         reasons = [] if backend == "triton" else kernel_refusals(dtype, device, block_size, 1)
     except Exception as error:  # of a driver that has stopped to answer
-        return row | {"backend": "unknown", "reasons": [_text(error)]}
+        return row | {"backend": "unknown", "reasons": [_format_error(error)]}
     if backend == "reference" and not reasons:
         reasons = ["the interpreter runs only where kernels are forced"]
     return row | {"backend": backend, "reasons": reasons}
 
 
-def _gpus() -> tuple[list[dict[str, Any]], str | None]:
+def _find_gpus() -> tuple[list[dict[str, Any]], str | None]:
     """Return what is known of each GPU, and what keeps torch from using them, if anything does."""
-    found = []
+    gpus = []
     try:
         if not torch.cuda.is_available():
-            return [], "torch sees no GPU" if _built_for_gpus() else "this torch is built without CUDA"
+            has_gpu_code = torch.version.cuda is not None or torch.version.hip is not None
+            return [], "torch sees no GPU" if has_gpu_code else "this torch is built without CUDA"
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             capability = f"{properties.major}.{properties.minor}"
-            memory = {"memory_bytes": properties.total_memory, "free_bytes": _free_bytes(index)}
-            found.append({"index": index, "name": properties.name, "capability": capability, **memory})
+            memory = {"memory_bytes": properties.total_memory, "free_bytes": _read_free_bytes(index)}
+            gpus.append({"index": index, "name": properties.name, "capability": capability, **memory})
     except Exception as error:  # a driver too old, a GPU that has fallen off the bus
-        return found, _text(error)
-    return found, None
+        return gpus, _format_error(error)
+    return gpus, None
 
 
-def _built_for_gpus() -> bool:
-    return torch.version.cuda is not None or torch.version.hip is not None
-
-
-def _free_bytes(index: int) -> int | None:
+def _read_free_bytes(index: int) -> int | None:
     try:
         return torch.cuda.mem_get_info(index)[0]
     except Exception:  # on a full GPU there may be no room for this process's context
         return None
 
 
-def _c_compiler() -> str | None:
-    """Return the C compiler, with which triton builds what launches its kernels."""
-    return _first(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
-
-
-def _version(distribution: str) -> str | None:
+def _find_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _first(found: Iterable[str | None]) -> str | None:
-    return next((one for one in found if one), None)
+def _find_first(values: Iterable[str | None]) -> str | None:
+    return next((value for value in values if value), None)
 
 
-def _text(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -144,19 +144,19 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
             built as compressed ones stay.
     """
     _detach_saved(check_model(model), owner)
-    blocks = _run_once(model, lambda other: owner in (None, other))
+    blocks = _stop_recompute(model, lambda other: owner in (None, other))
     return blocks + revert_layers(model, lambda layer: owner in (None, layer.owner))
 
 
-def revert_layers(model: nn.Module, chosen: Callable[[CompressedLayer], bool]) -> list[str]:
+def revert_layers(model: nn.Module, should_revert: Callable[[CompressedLayer], bool]) -> list[str]:
     """Turn the converted layers of ``model`` that are ``chosen`` back, each by itself, and return their names."""
     names = []
     for fqns, layer in layers(model):
-        if is_converted(layer) and layer.owner is not None and chosen(layer):
-            listed = _stores(layer)  # type: ignore[arg-type]
+        if is_converted(layer) and layer.owner is not None and should_revert(layer):
+            is_listed = _is_listed(layer)  # type: ignore[arg-type]
             del layer.__dict__["_state"]
             layer.__class__ = dense_class(type(layer))  # type: ignore[assignment, arg-type]
-            names += [fqns[0]] if listed else []
+            names += [fqns[0]] if is_listed else []
     for module in model.modules():
         if type(module) is RoutedMultiheadAttention and not isinstance(module.out_proj, CompressedLinear):
             module.__class__ = dense_class(type(module))  # type: ignore[assignment]
@@ -170,26 +170,26 @@ class DenseView:
     """
 
     def __init__(self) -> None:
-        self._shown: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+        self._dense: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
         self._paused: SavedTensorCompression | None = None
 
     def open(self, model: nn.Module, owner: str) -> None:
         """Make the modules of ``model`` dense that ``owner`` has converted; does nothing for those that are."""
         for module in model.modules():
-            if isinstance(module, Converted) and _is_of(module, owner):
-                taken = {name: vars(module).pop(name) for name in OF_CONVERSION if name in vars(module)}
-                self._shown.append((module, type(module), taken))
+            if isinstance(module, Converted) and _belongs_to(module, owner):
+                attributes = {name: vars(module).pop(name) for name in OF_CONVERSION if name in vars(module)}
+                self._dense.append((module, type(module), attributes))
                 module.__class__ = torch_class(dense_class(type(module)))  # type: ignore[assignment]
-        self._paused = attached_saved(model, owner) or self._paused
+        self._paused = find_saved_compression(model, owner) or self._paused
         if self._paused is not None:
             self._paused.paused = True
 
     def close(self) -> None:
         """Make the modules what they were; does nothing if it is closed."""
-        while self._shown:
-            module, cls, taken = self._shown.pop()
+        while self._dense:
+            module, cls, attributes = self._dense.pop()
             module.__class__ = cls
-            vars(module).update(taken)
+            vars(module).update(attributes)
         if self._paused is not None:
             self._paused.paused = False
             self._paused = None
@@ -198,7 +198,7 @@ class DenseView:
         return vars(DenseView())  # a copy of it has shown nothing
 
 
-def _is_of(module: Converted, owner: str) -> bool:
+def _belongs_to(module: Converted, owner: str) -> bool:
     """Return whether ``owner`` has converted a module.
 
     Attention that is routed for its output alone, and modules that are replayed, are everybody's.
@@ -240,19 +240,19 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         LayerClaimedError: If another owner has converted a layer that is covered; nothing is converted then.
     """
     report = ConversionReport()
-    blocks = _planned_blocks(model, config, owner)
-    with _running_once(model, owner):
-        chosen = _chosen(model, config, owner, blocks, report)
+    blocks = _plan_blocks(model, config, owner)
+    with _without_recompute(model, owner):
+        selected = _choose_layers(model, config, owner, blocks, report)
         report.saved = config.keep_of_all("saved")
         if report.saved is not None:
             _check_saved_is_free(model, owner)
     # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
     own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
-    if not own <= chosen.keys():
-        revert_layers(model, own.difference(chosen).__contains__)
-    for candidate, keep in chosen.values():
+    if not own <= selected.keys():
+        revert_layers(model, own.difference(selected).__contains__)
+    for candidate, keep in selected.values():
         _convert_layer(candidate, keep, owner)
-    _run_again(blocks, owner)
+    _start_recompute(blocks, owner)
     _attach_saved(model, config, owner)  # last, since modules that run again have no hooks
     report.blocks = list(blocks.values())
     return report
@@ -270,12 +270,12 @@ def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False)
         weight_gradients: Whether layers that are not converted may get what their weight gradient needs as what no
             layer is known for: not where a rule leaves one dense.
     """
-    found = attached_saved(model, owner)
-    of_model = Model() if found is None else replace(found.for_compilers(), weight_gradients=weight_gradients)
+    saved = find_saved_compression(model, owner)
+    of_model = Model() if saved is None else replace(saved.for_compilers(), weight_gradients=weight_gradients)
     for fqns, layer in layers(model):
         if is_converted(layer) and layer.owner == owner:
-            layer._state = replace(layer._state, marks=_marks_of(layer, general_name(fqns[0]), of_model))
-    for fqn, module in _running_again(model, owner):
+            layer._state = replace(layer._state, marks=_make_marks(layer, general_name(fqns[0]), of_model))
+    for fqn, module in _find_recomputed(model, owner):
         keep = module.recompute
         mark = Mark(RECOMPUTE, general_name(plain_name(fqn)), keep.bits or 0, keep.block_size, model=of_model)
         module._recompute = module._recompute._replace(mark=mark.text)
@@ -286,25 +286,25 @@ def unmark_layers(model: nn.Module, owner: str) -> None:
     for _, layer in layers(model):
         if is_converted(layer) and layer.owner == owner:
             layer._state = replace(layer._state, marks=None)
-    for _, module in _running_again(model, owner):
+    for _, module in _find_recomputed(model, owner):
         module._recompute = module._recompute._replace(mark="")
 
 
-def _running_again(model: nn.Module, owner: str) -> list[tuple[str, RecomputedModule]]:
+def _find_recomputed(model: nn.Module, owner: str) -> list[tuple[str, RecomputedModule]]:
     """Return the modules of ``owner`` that run again in backward, each with its name."""
-    found = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, RecomputedModule)]
-    return [(fqn, module) for fqn, module in found if module._recompute.owner == owner]
+    modules = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, RecomputedModule)]
+    return [(fqn, module) for fqn, module in modules if module._recompute.owner == owner]
 
 
-def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> Marks | None:
+def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | None:
     """Return what a compiler is told of a layer's inputs."""
     if layer.traced == "own":
         return None
     if layer.traced == "dense":
         return "", "", 0, False
     keep = layer.keep
-    kept = keep.stored_bits, keep.block_size, keep.scope, keep.selection
-    mark = Mark(layer.operator_of(layer), name, *kept, of_model)
+    settings = keep.stored_bits, keep.block_size, keep.scope, keep.selection
+    mark = Mark(layer.operator_of(layer), name, *settings, of_model)
     fine_rows = keep.fine_rows if 0 < keep.stored_bits < 8 else 0
     # Whoever averages gradients over processes may let a compiler cut graphs where a weight fills a bucket of them.
     averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -313,13 +313,13 @@ def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> Marks | Non
 
 
 @contextmanager
-def _running_once(model: nn.Module, owner: str) -> Iterator[None]:
+def _without_recompute(model: nn.Module, owner: str) -> Iterator[None]:
     """Let the modules of ``owner`` that run again run once, so that they are known by their own classes.
 
     After an error they are as they were.
     """
-    states: dict[Any, RecomputeState] = {module: module._recompute for _, module in _running_again(model, owner)}
-    _run_once(model, lambda other: other == owner)
+    states: dict[Any, RecomputeState] = {module: module._recompute for _, module in _find_recomputed(model, owner)}
+    _stop_recompute(model, lambda other: other == owner)
     try:
         yield
     except BaseException:
@@ -329,7 +329,7 @@ def _running_once(model: nn.Module, owner: str) -> Iterator[None]:
         raise
 
 
-def _chosen(
+def _choose_layers(
     model: nn.Module,
     config: Config,
     owner: str,
@@ -337,31 +337,31 @@ def _chosen(
     report: ConversionReport,
 ) -> dict[nn.Module, tuple[Candidate, Keep]]:
     """Return the layers that are to be converted, and add a row to ``report`` for each that is or is not."""
-    found = list(candidates(model))
-    config = _fitted(config, found)
-    not_called = _not_called(model, config, owner)
-    kept = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
-    dense = {layer for module in kept for layer in module.modules()}
-    chosen: dict[nn.Module, tuple[Candidate, Keep]] = {}
-    for candidate in found:
+    listed = list(candidates(model))
+    config = _fit_config(config, listed)
+    not_called = _find_uncalled(model, config, owner)
+    rerun = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
+    dense = {layer for module in rerun for layer in module.modules()}
+    selected: dict[nn.Module, tuple[Candidate, Keep]] = {}
+    for candidate in listed:
         if not_called.issuperset(candidate.fqns):
             continue
         if candidate.layer in dense and config.rule_of(candidate.fqns, candidate.operator) is None:
             continue
         keep, reason = config.keep_of(candidate.fqns, candidate.operator), refusal(candidate, config, owner)
         if reason is None and keep is not None:
-            chosen[candidate.layer] = candidate, keep
-            if _stores(candidate.layer):
-                report.layers.append(_row(candidate, keep))
+            selected[candidate.layer] = candidate, keep
+            if _is_listed(candidate.layer):
+                report.layers.append(_make_row(candidate, keep))
         elif keep is None and config.rule_of(candidate.fqns, candidate.operator) is None:
             if not is_converted(candidate.layer):  # nor is one counted that somebody else has converted
-                report.uncovered[candidate.operator] += _stores(candidate.layer)
-        elif _stores(candidate.layer):
-            report.layers.append(_row(candidate, None, reason))
-    return chosen
+                report.uncovered[candidate.operator] += _is_listed(candidate.layer)
+        elif _is_listed(candidate.layer):
+            report.layers.append(_make_row(candidate, None, reason))
+    return selected
 
 
-def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module, BlockReport]:
+def _plan_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module, BlockReport]:
     """Return the modules that are to run again in backward, the outermost ones that ``config`` names.
 
     Raises:
@@ -374,7 +374,7 @@ def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Mod
     for fqn, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(plain_name(fqn))
     claimed = [other for other in names if isinstance(other, RecomputedModule) and other._recompute.owner != owner]
-    planned, inside = dict[nn.Module, BlockReport](), set[nn.Module]()
+    rows, inside = dict[nn.Module, BlockReport](), set[nn.Module]()
     for module, fqns in names.items():
         keep = None if module in inside else config.recompute_of(fqns, blocks)
         if keep is None:
@@ -391,14 +391,14 @@ def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Mod
                     "callback out, or `revert` the first call."
                 )
         kind = torch_class(type(module)).__name__
-        planned[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
-    return planned
+        rows[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
+    return rows
 
 
-def _run_again(planned: dict[nn.Module, BlockReport], owner: str) -> None:
+def _start_recompute(planned: dict[nn.Module, BlockReport], owner: str) -> None:
     """Let modules run again in backward as planned."""
-    chosen = [(module, row) for module, row in planned.items() if row.recompute is not None]
-    for number, (module, row) in enumerate(chosen):
+    modules = [(module, row) for module, row in planned.items() if row.recompute is not None]
+    for number, (module, row) in enumerate(modules):
         assert row.recompute is not None
         pair = number // 2
         turn = pair + (pair > 0)  # no exact inputs in the second step, which a memory budget measures
@@ -425,32 +425,32 @@ def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _run_once(model: nn.Module, chosen: Callable[[str], bool]) -> list[str]:
+def _stop_recompute(model: nn.Module, should_stop: Callable[[str], bool]) -> list[str]:
     """Let modules run once again whose owner is ``chosen``, and return their names."""
     names = []
     for fqn, module in model.named_modules():
-        if isinstance(module, RecomputedModule) and chosen(module._recompute.owner):
+        if isinstance(module, RecomputedModule) and should_stop(module._recompute.owner):
             del module.__dict__["_recompute"]
             module.__class__ = dense_class(type(module))  # type: ignore[arg-type, assignment]
             names.append(plain_name(fqn))
     return names
 
 
-def _fitted(config: Config, found: list[Candidate]) -> Config:
+def _fit_config(config: Config, listed: list[Candidate]) -> Config:
     """Return ``config`` as it is for a model with these layers."""
-    known = [known_class(type(candidate.layer)) for candidate in found]
-    smooth = [k for k in known if k is not None and issubclass(k, CompressedActivation)]
+    classes = [known_class(type(candidate.layer)) for candidate in listed]
+    smooth = [k for k in classes if k is not None and issubclass(k, CompressedActivation)]
     return config.fitted(
-        sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in found),
+        sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in listed),
         sum(not issubclass(k, ExactActivation) for k in smooth),
     )
 
 
 def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
     """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
-    known = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
+    named_layers = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
     saves = bool(report.converted or report.recomputed) or (report.saved is not None and _has_other_operations(model))
-    if not known and not saves:
+    if not named_layers and not saves:
         raise ValueError(
             f"{type(model).__name__} has no layers that are known (linear layers, convolutions, activation functions, "
             "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
@@ -462,7 +462,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, config: Config)
             "`rules={\"encoder.*\": Recompute(bits=8)}`, or take preset 'max', which runs nothing again."
         )
     modules = [plain_name(fqn) for fqn, _ in model.named_modules()]
-    config.check_that_rules_count(known, modules)
+    config.check_that_rules_count(named_layers, modules)
     if not saves:
         hint = "cover more layers with `rules`, or take a preset that does ('balanced' and 'max' cover every operator)."
         uncovered = ", ".join(f"{count} of type {operator!r}" for operator, count in report.uncovered.items() if count)
@@ -504,8 +504,8 @@ def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
     keep = config.keep_of(fqns, operator)
     if keep is None:
         return config.why_dense(fqns, operator)
-    known = known_class(type(layer))
-    if known is not None and not known.drops_blocks and keep.bits is None:
+    cls = known_class(type(layer))
+    if cls is not None and not cls.drops_blocks and keep.bits is None:
         return "drops no blocks, so that bits=None would keep all of its input as it is"
     if is_converted(layer):
         if layer.owner != owner:
@@ -529,20 +529,21 @@ def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) 
         return LEFT_DENSE[type(layer)][1]
     if convolution.is_transposed(layer):
         return "is a transposed convolution, whose input is kept as it is"
-    made = compressed_class(type(layer))
-    if made is None and not is_converted(layer):
+    cls = compressed_class(type(layer))
+    if cls is None and not is_converted(layer):
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward is not known to be that of the class it derives from"
     if "forward" in layer.__dict__:
         return _REPLACED
-    return None if made is None else made.refusal(layer)
+    return None if cls is None else cls.refusal(layer)
 
 
 def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     """Return why what the layer reads cannot, or should not, be kept compressed."""
     weights = weights_of(candidate.layer)
-    split = [weight for weight in weights if isinstance(weight, DTensor)]
-    if split and not (_takes_shards(candidate.layer) or (candidate.sharded and all(map(_whole_in_forward, split)))):
+    shards = [weight for weight in weights if isinstance(weight, DTensor)]
+    is_whole = candidate.sharded and all(map(_is_whole_in_forward, shards))
+    if shards and not (is_whole or _can_take_shards(candidate.layer)):
         return (
             "its weight is a tensor-parallel DTensor, of whose shards only those of linear layers and norms are taken"
         )
@@ -564,13 +565,13 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     return None
 
 
-def _takes_shards(layer: nn.Module) -> bool:
+def _can_take_shards(layer: nn.Module) -> bool:
     """Return whether the layer, once it is converted, runs on shards; what a hook makes of parameters is none."""
-    made, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
-    return made is not None and made.takes_shards and all(id(weight) in own for weight in weights_of(layer))
+    cls, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
+    return cls is not None and cls.takes_shards and all(id(weight) in own for weight in weights_of(layer))
 
 
-def _whole_in_forward(weight: DTensor) -> bool:
+def _is_whole_in_forward(weight: DTensor) -> bool:
     """Return whether ``fully_shard`` alone has split a weight: it does so in one dimension of a mesh, the last."""
     *others, _ = weight.placements
     return len(others) <= 1 and all(placement.is_replicate() for placement in others)
@@ -578,7 +579,7 @@ def _whole_in_forward(weight: DTensor) -> bool:
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
     """Yield every layer that is known with what decides whether it is converted."""
-    sharded, flattened = _inside(model, FSDPModule), _inside(model, FullyShardedDataParallel)
+    sharded, flattened = _find_ids_inside(model, FSDPModule), _find_ids_inside(model, FullyShardedDataParallel)
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in layers(model):
         managed = id(layer) in flattened and "_is_fsdp_managed_module" in vars(layer)  # not one of `ignored_modules`
@@ -587,20 +588,20 @@ def candidates(model: nn.Module) -> Iterator[Candidate]:
         yield Candidate(fqns, layer, operator, attentions.get(id(layer)), id(layer) in sharded, managed)
 
 
-def _inside(model: nn.Module, wrapper: type[Any]) -> set[int]:
+def _find_ids_inside(model: nn.Module, wrapper: type[Any]) -> set[int]:
     """Return the ids of all modules in modules of this class."""
     return {id(inner) for outer in model.modules() if isinstance(outer, wrapper) for inner in outer.modules()}
 
 
-def _not_called(model: nn.Module, config: Config, owner: str) -> set[str]:
+def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
     """Return the names of modules that the layer around them computes itself once it is converted."""
     names = set[str]()
     for candidate in candidates(model):
-        made = compressed_class(torch_class(type(candidate.layer)))
-        if made is None or made.replaced is None:
+        cls = compressed_class(torch_class(type(candidate.layer)))
+        if cls is None or cls.replaced is None:
             continue
         if is_converted(candidate.layer) or refusal(candidate, config, owner) is None:
-            child = made.replaced
+            child = cls.replaced
             names.update(child if fqn == ROOT else f"{fqn}.{child}" for fqn in candidate.fqns)
     return names
 
@@ -610,23 +611,23 @@ def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
     return isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
 
 
-def _stores(layer: nn.Module) -> bool:
+def _is_listed(layer: nn.Module) -> bool:
     """Return whether a layer keeps anything that a report can list; dropout of nothing does not."""
-    known = known_class(type(layer))
-    return known is None or (known.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
+    cls = known_class(type(layer))
+    return cls is None or (cls.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
 
 
-def _row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
+def _make_row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
     layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
-    sizes = _features(layer) if keep is not None and candidate.operator in ("linear", "convolution") else (None, None)
-    known = known_class(type(layer))
-    sparsity = 0.0 if keep is None or known is None or not known.drops_blocks else sparsity_at(keep.sparsity, 0.0)
-    inputs, outputs = sizes
-    one_bit = known is not None and known.one_bit
+    has_sizes = keep is not None and candidate.operator in ("linear", "convolution")
+    inputs, outputs = _find_features(layer) if has_sizes else (None, None)
+    cls = known_class(type(layer))
+    sparsity = 0.0 if keep is None or cls is None or not cls.drops_blocks else sparsity_at(keep.sparsity, 0.0)
+    one_bit = cls is not None and cls.one_bit
     return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit)
 
 
-def _features(layer: nn.Module) -> tuple[int, int]:
+def _find_features(layer: nn.Module) -> tuple[int, int]:
     """Return the sizes of its input and output, of an in-projection those of the query and of all three outputs."""
     if isinstance(layer, Convolution):
         return layer.in_channels, layer.out_channels
@@ -639,18 +640,18 @@ def _features(layer: nn.Module) -> tuple[int, int]:
 def _convert_layer(candidate: Candidate, keep: Keep, owner: str) -> None:
     """Convert one layer, or set anew what ``owner`` converted before."""
     layer, attention = candidate.layer, candidate.attention
-    features = _features(layer) if candidate.operator in ("linear", "convolution") else None
-    made: type[Any] | None = type(layer) if is_converted(layer) else compressed_class(type(layer))
-    assert made is not None
-    if made.drops_blocks:
+    features = _find_features(layer) if candidate.operator in ("linear", "convolution") else None
+    cls: type[Any] | None = type(layer) if is_converted(layer) else compressed_class(type(layer))
+    assert cls is not None
+    if cls.drops_blocks:
         highest = highest_sparsity(keep.sparsity) if isinstance(keep.sparsity, SparsitySchedule) else 0.0
         state = LayerState(keep, sparsity_at(keep.sparsity, 0.0), owner, highest, features)
     else:
         state = LayerState(keep, 0.0, owner, 0.0, features)
     layer._state = state  # type: ignore[assignment]
-    if type(layer) is not made:
-        layer.__class__ = made
-        enter_in_tables(made)
+    if type(layer) is not cls:
+        layer.__class__ = cls
+        enter_in_tables(cls)
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
 
@@ -695,7 +696,7 @@ def _detach_saved(model: nn.Module, owner: str | None) -> None:
         drop_idle_hooks(module)
 
 
-def attached_saved(model: nn.Module, owner: str) -> SavedTensorCompression | None:
+def find_saved_compression(model: nn.Module, owner: str) -> SavedTensorCompression | None:
     """Return what keeps compressed for ``owner`` what else is saved in ``model``, ``None`` if nothing does."""
     attached: Mapping[str, SavedTensorCompression] = model.__dict__.get(_SAVED, {})
     return attached.get(owner)

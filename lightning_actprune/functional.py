@@ -1,4 +1,4 @@
-"""Compressed operators as functions, without modules."""
+"""The compressed operators as functions, without modules."""
 
 from lightning_actprune.operators.activation import activation as activation
 from lightning_actprune.operators.gated import gated as gated

@@ -1,19 +1,20 @@
-"""What a conversion did: one row for each layer that is known, with how it is kept, or the reason why it is dense."""
+"""Report what a conversion did: one row per supported layer, with its settings or the reason why it stays dense."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from lightning_actprune import config
 from lightning_actprune.config import Keep, Operator, Recompute
 from lightning_actprune.operators.recompute import kept_inputs
-from lightning_actprune.tables import as_text, corresponding, counted, enumerated, kept_text, shortened, table
 
 _NUMBER = re.compile(r"\b\d+\b")
 _NAMES: dict[Operator, str] = {
@@ -25,23 +26,28 @@ _NAMES: dict[Operator, str] = {
     "scale": "layer scale",
 }
 MOST_NAMED = 3
-"""Names in a sentence, of layers or of who keeps what."""
+"""How many names a sentence lists before it says "and N more"."""
+_PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
+"""Numbers in the name of a layer, except in the last part: that of ``blocks.0.fc1``, not that of ``net.0``."""
+MAX_ROWS = 40
+"""Rows that a table shows; the others share one row."""
+MIB = 2**20
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What was done to a layer.
+    """One layer, and how it is compressed.
 
     Args:
         fqn: Its fully qualified name.
-        kind: Name of the class that it is otherwise.
-        operator: What it is.
-        in_features: Size of its input, of a convolution its channels; ``None`` where that means nothing.
+        kind: Name of its dense class.
+        operator: Kind of operator that it is.
+        in_features: Size of its input, or input channels of a convolution; ``None`` for other operators.
         out_features: Size of its output.
-        keep: How it is kept, ``None`` if it is dense.
-        sparsity: Fraction of blocks that it drops, or begins with under a schedule.
-        reason: Why it is dense, ``None`` if it is not.
-        one_bit: Whether it keeps one bit a value whatever ``keep`` says, as a ReLU.
+        keep: Its settings, ``None`` if it is dense.
+        sparsity: Fraction of blocks that it drops; under a schedule, the fraction at the start.
+        reason: Why it is dense, ``None`` if it is compressed.
+        one_bit: Whether it keeps one bit per value, whatever ``keep`` says (as a ReLU does).
     """
 
     fqn: str
@@ -55,11 +61,11 @@ class LayerReport:
     one_bit: bool = False
 
     def describe(self, last: float | None = None) -> str:
-        """Return how the layer is kept, or why it is dense; ``last``: its sparsity when the training ends."""
+        """Return the settings of the layer, or why it is dense; ``last`` is its sparsity at the end of training."""
         if self.keep is None:
             return f"dense: {self.reason}"
         last = self.sparsity if last is None else last
-        return kept_text(self.keep, self.sparsity, last, 1 if self.one_bit else None, self.operator == "linear")
+        return describe_keep(self.keep, self.sparsity, last, 1 if self.one_bit else None, self.operator == "linear")
 
     @property
     def converted(self) -> bool:
@@ -67,25 +73,25 @@ class LayerReport:
         return self.keep is not None
 
     def to_dict(self) -> dict[str, str | float | None]:
-        """Return everything as numbers and strings, one level deep."""
+        """Return all fields as numbers and strings, one level deep."""
         keep = self.keep
-        kept: dict[str, Any] = dict.fromkeys(("bits", "block_size", "scope", "selection", "max_dropped_energy"))
+        settings: dict[str, Any] = dict.fromkeys(("bits", "block_size", "scope", "selection", "max_dropped_energy"))
         if keep is not None:
-            kept = {name: getattr(keep, name) for name in kept} | ({"bits": 1} if self.one_bit else {})
+            settings = {name: getattr(keep, name) for name in settings} | ({"bits": 1} if self.one_bit else {})
         row = {"fqn": self.fqn, "kind": self.kind, "operator": self.operator, "converted": self.converted}
         sizes = {"in_features": self.in_features, "out_features": self.out_features, "sparsity": self.sparsity}
-        return {**row, **sizes, **kept, "reason": self.reason}
+        return {**row, **sizes, **settings, "reason": self.reason}
 
 
 @dataclass(frozen=True)
 class BlockReport:
-    """A module that was to run again in backward.
+    """A module that should run again in backward.
 
     Args:
         fqn: Its fully qualified name.
-        kind: Name of the class that it is otherwise.
+        kind: Name of its dense class.
         recompute: How its inputs are kept, ``None`` if it does not run again.
-        reason: Why it does not.
+        reason: Why it does not run again.
     """
 
     fqn: str
@@ -96,13 +102,13 @@ class BlockReport:
 
 @dataclass
 class ConversionReport:
-    """What a conversion did: every layer that was to be converted is in the list, converted or with a reason.
+    """What a conversion did: each layer that the settings cover is listed, converted or with a reason.
 
     Args:
-        layers: One row for each, in the order of the model.
-        saved: How what operations save is kept that no layer is known for, ``None`` if it is left as it is.
-        uncovered: How many layers of each operator could be converted too, if the preset or a rule named it.
-        blocks: One row for each module that was to run again in backward, in the order of the model.
+        layers: One row per layer, in the order of the model.
+        saved: How tensors of other operations are kept, ``None`` if they stay uncompressed.
+        uncovered: How many layers of each operator neither the preset nor a rule covers.
+        blocks: One row per module that should run again in backward, in the order of the model.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -122,12 +128,12 @@ class ConversionReport:
 
     @property
     def refused(self) -> list[LayerReport | BlockReport]:
-        """The layers left as they are, and the modules that do not run again, with reasons."""
+        """The layers that stay dense and the modules that do not run again, each with a reason."""
         return [*self.skipped, *(block for block in self.blocks if block.recompute is None)]
 
     @property
     def skipped(self) -> list[LayerReport]:
-        """The layers left as they are, with reasons."""
+        """The layers that stay dense, each with a reason."""
         return [layer for layer in self.layers if not layer.converted]
 
     def replace(self, fqn: str, **changes: Any) -> None:
@@ -135,113 +141,195 @@ class ConversionReport:
         self.layers[:] = [replace(layer, **changes) if layer.fqn == fqn else layer for layer in self.layers]
 
     def leave_dense(self, fqn: str, reason: str) -> None:
-        """Say of a layer that was converted that it is dense again, and why."""
+        """Record that a converted layer is dense again, and why."""
         self.replace(fqn, keep=None, sparsity=0.0, reason=reason)
 
     def describe_skipped(self) -> str:
-        """Return the names of what was skipped with the reason, each reason and class in one line."""
+        """Return one line per reason and class, with the names of the layers."""
         lines = []
-        for alike in by_reason(self.refused):
-            for kind in kinds_of(alike):
-                names = config.shortened([row.fqn for row in alike if row.kind == kind])
-                lines.append(f"  {names} ({kind}): {alike[0].reason}")
+        for rows in group_by_reason(self.refused):
+            for kind in list_kinds(rows):
+                names = config.shortened([row.fqn for row in rows if row.kind == kind])
+                lines.append(f"  {names} ({kind}): {rows[0].reason}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """Return a summary, and how each layer is kept as a table."""
-        tables = [conversion_table(self, {})] if self.layers else []
-        return "\n".join([as_text(conversion_text(self, {}, reasons=not tables)), *map(as_text, tables)])
+        """Return a summary and a table of the layers."""
+        tables = [tabulate_conversion(self, {})] if self.layers else []
+        return "\n".join([as_text(describe_conversion(self, {}, reasons=not tables)), *map(as_text, tables)])
 
     def to_rows(self) -> list[dict[str, str | float | None]]:
-        """Return every layer as a flat row: ``pandas.DataFrame(report.to_rows())`` is a table."""
+        """Return one flat row per layer: ``pandas.DataFrame(report.to_rows())`` is a table."""
         return [layer.to_dict() for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as numbers and strings, fit for JSON."""
+        """Return all fields as numbers and strings, ready for JSON."""
         saved = None if self.saved is None else self.saved.bits
         blocks = [{**vars(b), "recompute": None if b.recompute is None else vars(b.recompute)} for b in self.blocks]
         layers = self.to_rows()
         return {"layers": layers, "saved_bits": saved, "uncovered": dict(self.uncovered), "blocks": blocks}
 
 
-def conversion_text(report: ConversionReport, last: Mapping[str, float], *, reasons: bool = True) -> str:
-    """Return how each operator is kept, and which layers are dense.
+def describe_conversion(report: ConversionReport, last: Mapping[str, float], *, reasons: bool = True) -> str:
+    """Return a summary: the settings of each operator, and which layers are dense.
 
     Args:
-        report: What was done.
-        last: Sparsities in the end.
-        reasons: Whether to say why layers are dense, as the table does too.
+        report: The conversion.
+        last: Sparsity of each layer at the end of training.
+        reasons: Whether to say why layers are dense; a table says it too.
     """
-    kept: dict[tuple[Operator, str], int] = Counter(
+    counts: dict[tuple[Operator, str], int] = Counter(
         (layer.operator, layer.describe(last.get(layer.fqn))) for layer in report.converted
     )
-    by_operator = sorted(kept.items(), key=lambda entry: [*_NAMES].index(entry[0][0]))
-    named = [f"{counted(number, _NAMES[operator])} ({how})" for (operator, how), number in by_operator]
-    parts = [f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."]
-    if left := [counted(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
-        parts.append(f"Not covered: {enumerated(left)}.")
+    by_operator = sorted(counts.items(), key=lambda entry: [*_NAMES].index(entry[0][0]))
+    by_setting = [f"{format_count(number, _NAMES[operator])} ({how})" for (operator, how), number in by_operator]
+    parts = [f"Activation pruning: {join_names(by_setting) or '0 layers'} converted, {len(report.skipped)} dense."]
+    if uncovered := [format_count(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
+        parts.append(f"Not covered: {join_names(uncovered)}.")
     if report.saved is not None:
-        parts.append(f"What else modules keep for backward: {kept_text(report.saved)}.")
+        parts.append(f"What else modules keep for backward: {describe_keep(report.saved)}.")
     blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
-    if alike := [
+    if repeated := [
         f"{name} ({number} {kind}, {kept_inputs(how)})" for (name, kind, how), number in blocks.items() if how
     ]:
-        parts.append(f"Run again in backward: {enumerated(alike)}.")
+        parts.append(f"Run again in backward: {join_names(repeated)}.")
     if report.refused and reasons:
-        parts.append(f"Dense: {with_reasons(report.refused)}.")
+        parts.append(f"Dense: {describe_reasons(report.refused)}.")
     return " ".join(parts)
 
 
-def with_reasons(layers: Sequence[LayerReport | BlockReport]) -> str:
-    """Return each reason once, behind the names of some layers that it is about."""
-    groups = [(alike, corresponding(alike, lambda row: row.kind)) for alike in by_reason(layers)]
-    named = [
-        (enumerated([name for name, _ in found[:MOST_NAMED]]), alike, found[MOST_NAMED:]) for alike, found in groups
-    ]
-    shown = named[:MOST_NAMED]
-    more = [sum(len(some) for _, some in rest) for _, _, rest in shown]
-    parts = [
-        f"{names}{f' and {count} more' if count else ''}: {alike[0].reason}"
-        for (names, alike, _), count in zip(shown, more, strict=True)
-    ]
-    rest = sum(len(alike) for _, alike, _ in named[MOST_NAMED:])
+def describe_reasons(layers: Sequence[LayerReport | BlockReport]) -> str:
+    """Return each reason once, after the names of a few layers that it holds for."""
+    groups, parts = group_by_reason(layers), []
+    for group in groups[:MOST_NAMED]:
+        places = group_by_place(group, lambda row: row.kind)
+        names = join_names([name for name, _ in places[:MOST_NAMED]])
+        more = sum(len(members) for _, members in places[MOST_NAMED:])
+        parts.append(f"{names}{f' and {more} more' if more else ''}: {group[0].reason}")
+    rest = sum(map(len, groups[MOST_NAMED:]))
     return "; ".join(parts) + (f"; and {rest} more (see `skipped`)" if rest else "")
 
 
-def by_reason(rows: Sequence[LayerReport | BlockReport]) -> list[list[LayerReport | BlockReport]]:
-    """Return the rows of dense layers and blocks, those with the same reason together."""
+def group_by_reason(rows: Sequence[LayerReport | BlockReport]) -> list[list[LayerReport | BlockReport]]:
+    """Return the rows of dense layers and blocks in groups of one reason each."""
     groups: dict[str | None, list[LayerReport | BlockReport]] = {}
     for row in rows:
         groups.setdefault(row.reason, []).append(row)
     return list(groups.values())
 
 
-def kinds_of(rows: Sequence[LayerReport | BlockReport]) -> list[str]:
-    """Return the names of the classes of some rows, each once."""
+def list_kinds(rows: Sequence[LayerReport | BlockReport]) -> list[str]:
+    """Return the class names of the rows, each once."""
     return list(dict.fromkeys(row.kind for row in rows))
 
 
-def conversion_table(report: ConversionReport, last: Mapping[str, float]) -> Table:
-    """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
-    made = table("Layers", "Layer", "Class ", "Kept ")
-    add_layers(made, report.converted, last)
-    made.add_section()
-    for alike in by_reason(report.refused):
-        for kind, rows in ((kind, [row for row in alike if row.kind == kind]) for kind in kinds_of(alike)):
-            names, rest = shortened([name for name, _ in corresponding(rows, lambda _: None)])
-            made.add_row(", ".join([*names, *(["..."] if rest else [])]), kind, f"dense: {alike[0].reason}")
-    return made
+def tabulate_conversion(report: ConversionReport, last: Mapping[str, float]) -> Table:
+    """Return a table of the layers, corresponding ones in one row; ``last``: their final sparsities."""
+    table = make_table("Layers", "Layer", "Class ", "Kept ")
+    add_layers(table, report.converted, last)
+    table.add_section()
+    for group in group_by_reason(report.refused):
+        for kind, rows in ((kind, [row for row in group if row.kind == kind]) for kind in list_kinds(group)):
+            names, rest = cut_rows([name for name, _ in group_by_place(rows, lambda _: None)])
+            table.add_row(", ".join([*names, *(["..."] if rest else [])]), kind, f"dense: {group[0].reason}")
+    return table
 
 
-def add_layers(made: Table, layers: Sequence[LayerReport], last: Mapping[str, float]) -> None:
-    """Add a row for the layers at corresponding places that are of one class and kept alike."""
+def add_layers(table: Table, layers: Sequence[LayerReport], last: Mapping[str, float]) -> None:
+    """Add one row for corresponding layers of the same class and settings."""
 
     def cells(layer: LayerReport) -> tuple[str, str]:
-        """Return the class of a layer and how it is kept."""
+        """Return the class of a layer and its settings."""
         return layer.kind, layer.describe(last.get(layer.fqn))
 
-    shown, rest = shortened(corresponding(layers, cells))
-    for name, alike in shown:
-        made.add_row(name, *cells(alike[0]))
+    groups, rest = cut_rows(group_by_place(layers, cells))
+    for name, members in groups:
+        table.add_row(name, *cells(members[0]))
     if rest:
-        made.add_row(f"... and {sum(len(alike) for _, alike in rest)} more")
+        table.add_row(f"... and {sum(len(members) for _, members in rest)} more")
+
+
+# === Words and tables of every report =================================================================================
+
+
+class _Named(Protocol):
+    @property
+    def fqn(self) -> str: ...
+
+
+_Row = TypeVar("_Row", bound=_Named)
+
+
+def as_text(content: RenderableType) -> str:
+    """Return ``content`` as plain text."""
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(content, markup=False)  # names and patterns may have brackets
+    return capture.get().rstrip()
+
+
+def mib(nbytes: float) -> str:
+    """Format bytes in MiB with two decimals."""
+    return f"{nbytes / MIB:.2f}"
+
+
+def percent(fraction: float) -> str:
+    """Format a fraction in percent with one decimal."""
+    return f"{100 * fraction:.1f} %"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return ``1 layer`` or ``2 layers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """Return an empty table; columns after the first are right-aligned unless their name ends in a blank."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column.strip(), justify="left" if number == 0 or column.endswith(" ") else "right")
+    return table
+
+
+def cut_rows(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the rows to show and the others, which one more row sums up; a single row is always shown."""
+    cut = len(rows) if len(rows) <= MAX_ROWS + 1 else MAX_ROWS
+    return rows[:cut], rows[cut:]
+
+
+def group_by_place(rows: Iterable[_Row], key: Callable[[_Row], Any]) -> list[tuple[str, list[_Row]]]:
+    """Group rows at corresponding places (``blocks.*.fc1``) with the same ``key``, each group under one name."""
+    groups: dict[Any, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault((_PLACE.sub("*", row.fqn), key(row)), []).append(row)
+    return [
+        (members[0].fqn if len(members) == 1 else f"{name} ({len(members)})", members)
+        for (name, _), members in groups.items()
+    ]
+
+
+def describe_keep(keep: Keep, first: float = 0.0, last: float = 0.0, bits: int | None = None, few: bool = False) -> str:
+    """Return settings in words, such as ``"2 bits, drops 50 %"``.
+
+    Args:
+        keep: The settings.
+        first: Sparsity before the first step.
+        last: Sparsity at the end of training.
+        bits: Bits per value if they do not depend on ``keep``.
+        few: Whether inputs with few rows get more bits, as in linear layers.
+    """
+    bits = bits or keep.bits
+    parts = ["values as they are" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"]
+    parts += [f"8 below {keep.fine_rows} rows"] if few and 0 < keep.stored_bits < 8 and keep.fine_rows else []
+    if first or last:
+        ends = dict.fromkeys((f"{100 * first:g}", f"{100 * last:g}"))
+        parts.append(f"drops {' to '.join(ends)} %")
+        parts += [] if keep.selection == "largest" else [f"selection {keep.selection}"]
+        parts += [] if keep.scope == "sample" else [f"per {keep.scope}"]
+    parts += [] if keep.block_size == Keep.block_size else [f"blocks of {keep.block_size}"]
+    return ", ".join(parts)

@@ -1,7 +1,7 @@
 """Sparsity as a pure function of training progress.
 
-A schedule holds numbers only and keeps no state: the same progress always gives the same sparsity, so a resumed run
-continues where it left off without anything being restored.
+A schedule holds numbers only and has no state. The same progress always gives the same sparsity, so a resumed run
+continues where it stopped and nothing has to be restored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class SparsitySchedule(ABC):
-    """Sparsity as a function of progress; subclass it for a shape of your own.
+    """Sparsity as a function of progress; subclass it for your own shape.
 
     Example:
         >>> class Halfway(SparsitySchedule):
@@ -37,7 +37,7 @@ class SparsitySchedule(ABC):
 
     @abstractmethod
     def __call__(self, progress: float) -> float:
-        """Return the sparsity in [0, 1) at ``progress`` in [0, 1], the fraction of training that is done."""
+        """Return the sparsity in [0, 1) at ``progress`` in [0, 1], the completed fraction of training."""
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -57,7 +57,7 @@ class ConstantSchedule(SparsitySchedule):
         sparsity: Fraction of blocks dropped, in [0, 1).
 
     Raises:
-        TypeError: If the argument is no number.
+        TypeError: If the argument is not a number.
         ValueError: If the argument is out of range.
     """
 
@@ -70,7 +70,7 @@ class ConstantSchedule(SparsitySchedule):
 
 
 class _Ramp(SparsitySchedule):
-    """A way from ``start`` to ``end`` between the progress values ``warmup`` and ``until``."""
+    """A ramp from ``start`` to ``end`` between the progress values ``warmup`` and ``until``."""
 
     def __init__(self, end: float, start: float = 0.0, warmup: float = 0.0, until: float = 1.0) -> None:
         self.end = check_sparsity(end, "end")
@@ -83,8 +83,8 @@ class _Ramp(SparsitySchedule):
                 "moves between the two; StepSchedule jumps."
             )
 
-    def _travelled(self, progress: float) -> float:
-        """Return the fraction of the ramp, in [0, 1], that lies behind ``progress``."""
+    def _ramp_fraction(self, progress: float) -> float:
+        """Return how much of the ramp is done at ``progress``, in [0, 1]."""
         return min(max((progress - self.warmup) / (self.until - self.warmup), 0.0), 1.0)
 
 
@@ -98,7 +98,7 @@ class LinearSchedule(_Ramp):
         until: Progress at which the ramp ends, in (warmup, 1].
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
 
     Example:
@@ -109,14 +109,14 @@ class LinearSchedule(_Ramp):
 
     def __call__(self, progress: float) -> float:
         """Return the sparsity at ``progress``."""
-        travelled = self._travelled(progress)
-        return self.start * (1.0 - travelled) + self.end * travelled
+        done = self._ramp_fraction(progress)
+        return self.start * (1.0 - done) + self.end * done
 
 
 class CubicSchedule(_Ramp):
     """A ramp from ``start`` to ``end`` that is steep at first and levels off.
 
-    With ``r`` the travelled fraction of the ramp, ``s = end + (start - end) (1 - r)^3``: Zhu & Gupta, "To prune, or not
+    With ``r`` the completed fraction of the ramp, ``s = end + (start - end) (1 - r)^3``: Zhu & Gupta, "To prune, or not
     to prune", arXiv:1710.01878, equation 1.
 
     Args:
@@ -126,7 +126,7 @@ class CubicSchedule(_Ramp):
         until: Progress at which the ramp ends, in (warmup, 1].
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
 
     Example:
@@ -137,13 +137,13 @@ class CubicSchedule(_Ramp):
 
     def __call__(self, progress: float) -> float:
         """Return the sparsity at ``progress``."""
-        return self.end + (self.start - self.end) * (1.0 - self._travelled(progress)) ** 3
+        return self.end + (self.start - self.end) * (1.0 - self._ramp_fraction(progress)) ** 3
 
 
 class CosineSchedule(_Ramp):
     """A ramp from ``start`` to ``end`` along half a cosine: slow at both ends and steepest halfway.
 
-    With ``r`` the travelled fraction of the ramp, ``s = start + (end - start) (1 - cos(pi r)) / 2``.
+    With ``r`` the completed fraction of the ramp, ``s = start + (end - start) (1 - cos(pi r)) / 2``.
 
     Args:
         end: Sparsity after the ramp, in [0, 1).
@@ -152,7 +152,7 @@ class CosineSchedule(_Ramp):
         until: Progress at which the ramp ends, in (warmup, 1].
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is not a number.
         ValueError: If an argument is out of range.
 
     Example:
@@ -163,7 +163,7 @@ class CosineSchedule(_Ramp):
 
     def __call__(self, progress: float) -> float:
         """Return the sparsity at ``progress``."""
-        weight = (1.0 - math.cos(math.pi * self._travelled(progress))) / 2.0
+        weight = (1.0 - math.cos(math.pi * self._ramp_fraction(progress))) / 2.0
         return self.start * (1.0 - weight) + self.end * weight
 
 
@@ -171,12 +171,12 @@ class StepSchedule(SparsitySchedule):
     """Jumps from one sparsity to the next.
 
     Args:
-        sparsities: The sparsities in turn, each in [0, 1); one more than there are jumps.
+        sparsities: The sparsities in order, each in [0, 1); one more than there are jumps.
         at: Progress of each jump, increasing, in (0, 1): ``0.5`` is halfway. The new sparsity holds from there on.
 
     Raises:
-        TypeError: If an argument is no list of numbers.
-        ValueError: If a number is out of range, or there are too few or too many.
+        TypeError: If an argument is not a list of numbers.
+        ValueError: If a number is out of range, or the lengths do not match.
 
     Example:
         >>> schedule = StepSchedule(sparsities=[0.0, 0.5, 0.8], at=[0.1, 0.5])
@@ -186,8 +186,8 @@ class StepSchedule(SparsitySchedule):
 
     def __init__(self, sparsities: Sequence[float], at: Sequence[float]) -> None:
         hint = "HINT: `sparsities=[0.0, 0.5, 0.8], at=[0.1, 0.5]` jumps after a tenth and halfway."
-        given: dict[str, Any] = {"sparsities": sparsities, "at": at}
-        for name, values in given.items():
+        arguments: dict[str, Any] = {"sparsities": sparsities, "at": at}
+        for name, values in arguments.items():
             if isinstance(values, str) or not isinstance(values, Sequence):
                 raise TypeError(f"`{name}` must be a list of numbers, got {values!r}. {hint}")
         self.sparsities = [check_sparsity(value, f"sparsities[{i}]") for i, value in enumerate(sparsities)]
@@ -207,11 +207,11 @@ class StepSchedule(SparsitySchedule):
 
 
 def sparsity_at(sparsity: float | SparsitySchedule, progress: float) -> float:
-    """Return the sparsity at ``progress``, in [0, 1], of a schedule or of a number, which is the same throughout.
+    """Return the sparsity of a schedule at ``progress`` in [0, 1]; a number is returned unchanged.
 
     Raises:
-        TypeError: If the schedule returns what is no number.
-        ValueError: If the schedule returns what is no sparsity.
+        TypeError: If the schedule does not return a number.
+        ValueError: If the schedule returns a number outside [0, 1).
     """
     if not isinstance(sparsity, SparsitySchedule):
         return sparsity
@@ -219,16 +219,16 @@ def sparsity_at(sparsity: float | SparsitySchedule, progress: float) -> float:
 
 
 def highest_sparsity(sparsity: float | SparsitySchedule) -> float:
-    """Return the highest sparsity of the training, looked at in thousandths, and at the jumps of a ``StepSchedule``."""
-    return max(_sparsities(sparsity))
+    """Return the highest sparsity of a training, sampled at 1001 points and at the jumps of a ``StepSchedule``."""
+    return max(_list_sparsities(sparsity))
 
 
 def lowest_sparsity(sparsity: float | SparsitySchedule) -> float:
-    """Return the lowest sparsity of the training, looked at as for the highest."""
-    return min(_sparsities(sparsity))
+    """Return the lowest sparsity of a training, sampled in the same way."""
+    return min(_list_sparsities(sparsity))
 
 
-def _sparsities(sparsity: float | SparsitySchedule) -> list[float]:
+def _list_sparsities(sparsity: float | SparsitySchedule) -> list[float]:
     if not isinstance(sparsity, SparsitySchedule):
         return [sparsity]
     jumps = sparsity.at if isinstance(sparsity, StepSchedule) else []
@@ -240,7 +240,7 @@ def check_sparsity(value: Any, name: str = "sparsity") -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"`{name}` must be a number in [0, 1), got {value!r} of type {type(value).__name__}. "
-            "HINT: pass the fraction of blocks to drop, such as 0.6, or, where it is to change, a SparsitySchedule."
+            "HINT: pass the fraction of blocks to drop, such as 0.6, or a SparsitySchedule if it changes in training."
         )
     number = float(value)
     if math.isnan(number) or not 0.0 <= number < 1.0:

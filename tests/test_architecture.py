@@ -31,7 +31,7 @@ LAYERS = (
     {"codec"},
     {"compiled"},
     {"operators"},
-    {"functional", "convert", "replay", "report", "tables"},
+    {"functional", "convert", "replay", "report"},
     {"analysis"},
     {"callbacks"},
     {"__init__", "__main__"},

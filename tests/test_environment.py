@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, environment, main, verdict
+from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, collect_environment, describe_kernels, main
 from lightning_actprune.codec import dispatch
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ def answer(found: dict[str, Any], device: str, dtype: str, block_size: int) -> t
 
 
 def test_gpus_and_what_runs_on_them(gpus, monkeypatch):
-    found = environment()
+    found = collect_environment()
     assert json.loads(json.dumps(found)) == found
     assert found["gpus"] == [
         {"index": 0, "name": "Old [one]", "capability": "7.5", "memory_bytes": 4 * GIB, "free_bytes": 3 * GIB},
@@ -70,9 +70,9 @@ def test_gpus_and_what_runs_on_them(gpus, monkeypatch):
     assert all(row["reasons"] for row in found["kernels"] if row["device"] == "cpu")
     monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
     dispatch._automatic.cache_clear()
-    assert old in verdict(environment())
+    assert old in describe_kernels(collect_environment())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch sees no GPU" in verdict(environment())
+    assert "torch sees no GPU" in describe_kernels(collect_environment())
 
 
 def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys):

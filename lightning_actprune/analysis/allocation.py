@@ -36,7 +36,7 @@ layers, attention's inputs above all, is nearly exact in any case, and becomes d
 Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak
 grows, as far as can be said without looking: where two layers share a tensor and one of them is dense, the other one
 packs what is there anyway. So the last setting whose peak fits is found by bisection, of which each look is a simulated
-step (``analysis.simulated``): some ten of them for the 279 settings of a ViT-B/16. What is chosen has itself been
+step (``analysis.simulate_step``): some ten of them for the 279 settings of a ViT-B/16. What is chosen has itself been
 looked at, so it fits whether or not peaks grow all along the path.
 
 A simulation knows no fragments, workspaces of convolutions and buckets of a strategy. Whoever has measured a step of a
@@ -57,7 +57,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_layers, new_owner
@@ -87,10 +87,10 @@ MARGIN = 0.005
 def check_memory_budget(value: Any) -> int | float:
     """Return ``value`` as a number of bytes, or as a fraction of the dense peak in (0, 1]."""
     if isinstance(value, str):
-        found = _SIZE.fullmatch(value)
-        if found is None:
+        match = _SIZE.fullmatch(value)
+        if match is None:
             raise ValueError(f"`memory_budget` must be a size, got {value!r}. {_EXAMPLE}")
-        value = int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+        value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"`memory_budget` must be a size, got {value!r} of type {type(value).__name__}. {_EXAMPLE}")
     if isinstance(value, Integral) and value < _MIB:
@@ -128,7 +128,7 @@ class _Block(NamedTuple):
     name: str
     layers: list[str]
 
-    def kept(self, way: int, changed: int = 0) -> Rules:
+    def make_rules(self, way: int, changed: int = 0) -> Rules:
         """Return the rules of a way, of which so many layers have gone on to the next one."""
         inside = f"{self.name}.*"
         if way == AGAIN:
@@ -137,10 +137,10 @@ class _Block(NamedTuple):
             return {self.name: None, inside: None}
         if way == FEW:
             return dict.fromkeys(self.layers[:changed], "balanced")
-        left = self.layers[changed:]
+        remaining = self.layers[changed:]
         # By patterns that match layers alone, since rules that count for none are errors.
-        there = {self.name: self.name in left, inside: any(name != self.name for name in left)}
-        return dict.fromkeys(self.layers[:changed]) | {pattern: "balanced" for pattern in there if there[pattern]}
+        matches = {self.name: self.name in remaining, inside: any(name != self.name for name in remaining)}
+        return dict.fromkeys(self.layers[:changed]) | {pattern: "balanced" for pattern in matches if matches[pattern]}
 
 
 class Settings:
@@ -151,8 +151,8 @@ class Settings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = _blocks(model)
-        self._path = list(self._in_order())
+        self.blocks = _find_blocks(model)
+        self._path = list(self._order())
 
     def __len__(self) -> int:
         return len(self._path)
@@ -165,48 +165,49 @@ class Settings:
         way, changed, part = self[number]
         if way == DENSE:
             return {"*": None}
-        rules, left = Rules(), len(self.blocks) - changed
+        rules, unchanged = Rules(), len(self.blocks) - changed
         for place, block in enumerate(self.blocks, 1):
-            rules |= block.kept(way, part if place == left else 0) if place <= left else block.kept(way + 1)
+            has_changed = place > unchanged
+            rules |= block.make_rules(way + has_changed, part if place == unchanged else 0)
         return rules | dict.fromkeys(_AROUND, "balanced") if way == BALANCED else rules
 
-    def described(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """Return in words how blocks are kept in a setting."""
         way, changed, part = self[number]
         if way == DENSE:
             return "all of it dense"
         if not self.blocks:
             return f"no blocks, all {WAYS[way]}"
-        left = len(self.blocks) - changed
-        of = len(self.blocks[left - 1].layers)
+        unchanged = len(self.blocks) - changed
+        of = len(self.blocks[unchanged - 1].layers)
         between = f"1 with {part} of {of} layers {WAYS[way + 1]}" if part else ""
-        whole = [(left - bool(part), WAYS[way]), (changed, WAYS[way + 1])]
+        whole = [(unchanged - bool(part), WAYS[way]), (changed, WAYS[way + 1])]
         first, last = (f"{count} {how}" if count else "" for count, how in whole)
         return f"of {len(self.blocks)} blocks " + ", ".join(filter(None, (first, between, last)))
 
-    def _in_order(self) -> Iterator[Setting]:
+    def _order(self) -> Iterator[Setting]:
         yield Setting(AGAIN if self.blocks else FEW)
         yield from (Setting(AGAIN, changed) for changed in range(1, len(self.blocks) + 1))
-        yield from self._layer_by_layer(FEW)
+        yield from self._change_layers(FEW)
         yield Setting(BALANCED)  # around the blocks, too
-        yield from self._layer_by_layer(BALANCED)
+        yield from self._change_layers(BALANCED)
         yield Setting(DENSE)
 
-    def _layer_by_layer(self, way: int) -> Iterator[Setting]:
+    def _change_layers(self, way: int) -> Iterator[Setting]:
         for changed, block in enumerate(reversed(self.blocks)):
             yield from (Setting(way, changed, part) for part in range(1, len(block.layers)))
             yield Setting(way, changed + 1)
 
 
-def _blocks(model: nn.Module) -> list[_Block]:
+def _find_blocks(model: nn.Module) -> list[_Block]:
     """Return the blocks of a model, each layer in the first one that has it, whose rules come first."""
-    found: dict[str, list[tuple[int, str]]] = {plain_name(name): [] for name in find_blocks(model)}
+    members: dict[str, list[tuple[int, str]]] = {plain_name(name): [] for name in find_blocks(model)}
     for fqns, layer in layers(model):
         operator = operator_of(layer)
-        within = [(name, fqn) for name in found for fqn in fqns if f"{fqn}.".startswith(f"{name}.")]
+        within = [(name, fqn) for name in members for fqn in fqns if f"{fqn}.".startswith(f"{name}.")]
         if within and operator in ORDER:
-            found[within[0][0]].append((ORDER.index(operator), escape(within[0][1])))
-    return [_Block(escape(name), [fqn for _, fqn in sorted(own, key=itemgetter(0))]) for name, own in found.items()]
+            members[within[0][0]].append((ORDER.index(operator), escape(within[0][1])))
+    return [_Block(escape(name), [fqn for _, fqn in sorted(own, key=itemgetter(0))]) for name, own in members.items()]
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ class Allocator:
     ) -> None:
         self.path = Settings(model)
         self._layers = [(fqns, kind) for fqns, layer in layers(model) if (kind := operator_of(layer)) is not None]
-        self._simulated, self._own = simulated, rules or {}
+        self._simulate, self._own = simulated, rules or {}
         self._config = partial(Config, preset, sparsity, block_size)
         self._steps: dict[int, StepMemory] = {}
 
@@ -269,25 +270,25 @@ class Allocator:
         """Return the configuration of a setting, ``None`` for the dense model."""
         if number == len(self.path) - 1:
             return None
-        return self._config({**self._own, **self._others(number)})
+        return self._config({**self._own, **self._find_path_rules(number)})
 
     def step(self, number: int) -> StepMemory:
         """Return the simulated step of a setting."""
         if number not in self._steps:
-            self._steps[number] = self._simulated(self.config(number))
+            self._steps[number] = self._simulate(self.config(number))
         return self._steps[number]
 
-    def knows(self, number: int) -> bool:
+    def has_simulated(self, number: int) -> bool:
         """Return whether the steps of a setting and of the dense model have been simulated."""
         return {number, len(self.path) - 1} <= self._steps.keys()
 
     def release(self, simulated: Callable[[Config | None], StepMemory]) -> None:
         """Let go of what simulates steps, for another one in its place; steps that were simulated stay known."""
-        self._simulated = simulated
+        self._simulate = simulated
 
     def allocation(self, number: int, off: int = 0) -> Allocation:
         """Return a setting."""
-        rules = self._that_count(self._others(number))
+        rules = self._filter_rules(self._find_path_rules(number))
         return Allocation(number, rules, self.step(number), self.step(len(self.path) - 1), off)
 
     def fit(self, budget: float, off: int = 0, cap: float = inf) -> Allocation:
@@ -304,7 +305,7 @@ class Allocator:
         limit = self.limit(budget, off)
         number = self.last_within(min(limit, cap) - off)
         if self.step(number).peak_bytes + off > limit:
-            raise ValueError(_too_small(budget, limit, self.step(number), off))
+            raise ValueError(_describe_too_small(budget, limit, self.step(number), off))
         return self.allocation(number, off)
 
     def limit(self, budget: float, off: int) -> float:
@@ -316,7 +317,7 @@ class Allocator:
 
         A margin is left of it, but for the dense model and the setting of the fewest bytes.
         """
-        fits, last = self._least(limit), len(self.path) - 1
+        fits, last = self._find_least(limit), len(self.path) - 1
         if self.step(fits).peak_bytes > limit:
             return fits
         if self.step(last).peak_bytes <= limit:
@@ -331,7 +332,7 @@ class Allocator:
             number = (fits + too_large) // 2
         return fits
 
-    def _least(self, limit: float) -> int:
+    def _find_least(self, limit: float) -> int:
         """Return a setting that fits, or the one that takes least.
 
         If blocks are few, or hold much beside what they keep in few bits, running the last ones again takes more than
@@ -354,11 +355,11 @@ class Allocator:
                 first = middle + 1
         return min((0, first, len(self.path.blocks)), key=peak)
 
-    def _others(self, number: int) -> Rules:
+    def _find_path_rules(self, number: int) -> Rules:
         """Return the rules of a setting whose patterns are none of the user's."""
         return {name: rule for name, rule in self.path.rules(number).items() if name not in self._own}
 
-    def _that_count(self, rules: Rules) -> Rules:
+    def _filter_rules(self, rules: Rules) -> Rules:
         """Return those of ``rules`` that count for something behind the user's, since ``convert`` takes no others."""
         config = self._config({**self._own, **rules})
         counting = {config.rule_of(fqns, operator) for fqns, operator in self._layers}
@@ -373,14 +374,14 @@ class Allocator:
         return {name: rule for name, rule in rules.items() if counts(name, rule)}
 
 
-def _too_small(budget: float, limit: float, least: StepMemory, off: int) -> str:
+def _describe_too_small(budget: float, limit: float, least: StepMemory, off: int) -> str:
     at = least.peak_in()
     parts = {} if at is None else dict(sorted(least.parts(at).items(), key=lambda part: -part[1]))
-    held = ", ".join(f"{name} {nbytes / _MIB:,.0f} MiB" for name, nbytes in parts.items() if nbytes >= _MIB)
-    shown = f"{limit / _MIB:,.0f} MiB" + ("" if isinstance(budget, int) else f", {budget:.0%} of the dense peak")
+    contents = ", ".join(f"{name} {nbytes / _MIB:,.0f} MiB" for name, nbytes in parts.items() if nbytes >= _MIB)
+    size = f"{limit / _MIB:,.0f} MiB" + ("" if isinstance(budget, int) else f", {budget:.0%} of the dense peak")
     return (
-        f"`memory_budget` ({shown}) is less than a step takes at the least, {(least.peak_bytes + off) / _MIB:,.0f} "
-        f"MiB: {held}. HINT: raise it, or take a smaller batch; parameters, gradients and optimizer state are for "
+        f"`memory_budget` ({size}) is less than a step takes at the least, {(least.peak_bytes + off) / _MIB:,.0f} "
+        f"MiB: {contents}. HINT: raise it, or take a smaller batch; parameters, gradients and optimizer state are for "
         "sharding or for an optimizer with less state, logits for a loss that is fused with the head."
     )
 
@@ -437,12 +438,12 @@ def allocate(
     options = {"loss": loss, "precision": precision, "optimizer": optimizer}
 
     def simulated(config: Config | None) -> StepMemory:
-        prepare = None if config is None else partial(prepared, config)
+        prepare = None if config is None else partial(convert_copy, config)
         return simulate(model, batch, prepare, **options)  # type: ignore[arg-type]
 
     return Allocator(check_model(model), simulated, preset, rules).fit(budget)
 
 
-def prepared(config: Config, model: nn.Module) -> ConversionReport:
+def convert_copy(config: Config, model: nn.Module) -> ConversionReport:
     """Convert a model that is simulated."""
     return convert_layers(model, config, new_owner("allocate()"))

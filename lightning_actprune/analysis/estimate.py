@@ -1,6 +1,6 @@
 """What each preset would save of a model, and what peak is left, before anything is trained, and without a GPU.
 
-For each setting one training step is played through without values (``analysis.simulated``). Of that step a row says ::
+For each setting one training step is played through without values (``analysis.simulate_step``). A row of it says ::
 
     activations    bytes of the distinct storages that autograd keeps at the end of forward
     peak           most bytes in use during the step, cuBLAS's workspaces included
@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import PresetName, listed
 from lightning_actprune.convert import convert
@@ -77,12 +77,12 @@ class EstimateRow:
         if self.step is None or at is None:
             return None
         parts = self.parts
-        found = {name: parts[name] for name in ("parameters", "gradients", "optimizer state", "batch")}
-        found["temporary tensors"] = parts["other"]
-        found["logits and loss"] = self.step.logits_bytes(at)
+        sizes = {name: parts[name] for name in ("parameters", "gradients", "optimizer state", "batch")}
+        sizes["temporary tensors"] = parts["other"]
+        sizes["logits and loss"] = self.step.logits_bytes(at)
         if self.method != DENSE:
-            found |= {group.label: group.nbytes for group in self.step.groups(at, uncovered=True)[:1]}
-        name, nbytes = max(found.items(), key=lambda entry: entry[1])
+            sizes |= {group.label: group.nbytes for group in self.step.groups(at, uncovered=True)[:1]}
+        name, nbytes = max(sizes.items(), key=lambda entry: entry[1])
         return (name, nbytes) if nbytes > LARGE * self.step.peak_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Estimate:
             table.add_column(header, justify="right" if 0 < number < len(_HEADERS) - 1 else "left", overflow="fold")
         dense = next((row for row in self.rows if row.method == DENSE), None)
         for row in self.rows:
-            table.add_row(*map(Text, _cells(row, dense)))
+            table.add_row(*map(Text, _make_cells(row, dense)))
         return table
 
 
@@ -197,17 +197,17 @@ def _checkpoint_blocks(model: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _cells(row: EstimateRow, dense: EstimateRow | None) -> list[str]:
+def _make_cells(row: EstimateRow, dense: EstimateRow | None) -> list[str]:
     if row.step is None:
         return [row.method, *[""] * (len(_HEADERS) - 2), row.reason or ""]
     names = "activation_bytes", "peak_bytes"
-    sizes = [_beside(getattr(row, name), None if dense is None else getattr(dense, name)) for name in names]
+    sizes = [_compare(getattr(row, name), None if dense is None else getattr(dense, name)) for name in names]
     parts = [f"{row.parts[name] / _MIB:,.0f}" for name in ("parameters", "gradients", "optimizer state")]
     large = "" if row.large is None else f"{row.large[0]}: {row.large[1] / _MIB:,.0f}"
     return [row.method, *sizes, *parts, large]
 
 
-def _beside(nbytes: int, dense: int | None) -> str:
+def _compare(nbytes: int, dense: int | None) -> str:
     """Return bytes in MiB, and by how many percent they are less or more than those of the dense model."""
-    shown = f"{nbytes / _MIB:,.0f}"
-    return f"{shown} ({100 * nbytes / dense - 100:+.0f} %)" if dense and nbytes != dense else shown
+    text = f"{nbytes / _MIB:,.0f}"
+    return f"{text} ({100 * nbytes / dense - 100:+.0f} %)" if dense and nbytes != dense else text

@@ -157,11 +157,11 @@ class RetentionProbe(SavedTensorRecorder):
     @property
     def retained(self) -> list[LayerReport]:
         """The layers that are better left dense, with the reason, in the order of the model."""
-        named = [(fqns[0], layer) for fqns, layer in input_layers(self._model)]
-        reasons = _Ledger(self._calls, self._packs).reasons(self._retainers, {layer: name for name, layer in named})
+        pairs = [(fqns[0], layer) for fqns, layer in input_layers(self._model)]
+        reasons = _Ledger(self._calls, self._packs).reasons(self._retainers, {layer: name for name, layer in pairs})
         return [
             LayerReport(name, torch_class(type(layer)).__name__, operator, reason=reasons[layer])
-            for name, layer in named
+            for name, layer in pairs
             if layer in reasons and (operator := operator_of(layer)) is not None
         ]
 
@@ -219,7 +219,7 @@ class RetentionProbe(SavedTensorRecorder):
         self._unchecked.append(call)
         if key is None:
             return
-        if self._is_there_anyway(key) is not None:
+        if self._find_fixed_owner(key) is not None:
             self._retain(key, "")
         # What runs dense inside a checkpoint would have to run dense again in its backward.
         if key.cdata in self._retainers and layer.packs and hooks_are_innermost():
@@ -233,7 +233,7 @@ class RetentionProbe(SavedTensorRecorder):
     def _on_saved(self, saved: Saved) -> None:
         call = saved.call
         if call is None or call not in self._calls:
-            self._retain(saved.key, self._description(saved))
+            self._retain(saved.key, self._describe(saved))
         elif call.keeps(saved.key):
             self._own.setdefault(saved.key, []).append(saved.handle)
         elif call.packs and saved.key not in self._parameters:
@@ -242,14 +242,14 @@ class RetentionProbe(SavedTensorRecorder):
     def _retain(self, key: StorageWeakRef, reason: str) -> None:
         """Note who retains a storage; the first one is named, but for what is there anyway."""
         if key.cdata not in self._retainers:
-            self._retainers.add(key, self._is_there_anyway(key) or reason)
+            self._retainers.add(key, self._find_fixed_owner(key) or reason)
 
-    def _is_there_anyway(self, key: StorageWeakRef) -> str | None:
+    def _find_fixed_owner(self, key: StorageWeakRef) -> str | None:
         if key in self._batch:
             return "is part of the batch"
         return "is a parameter or buffer" if key in self._parameters else None
 
-    def _description(self, saved: Saved) -> str:
+    def _describe(self, saved: Saved) -> str:
         name = ROOT if saved.module is None else self._names.get(saved.module, type(saved.module).__name__)
         if saved.call is not None and saved.call.keeps(saved.key):
             return _DENSE_LAYER.format(name)
@@ -289,12 +289,12 @@ class _Ledger:
             self._layers.setdefault(call.layer, []).append(call)
         for layer in [call.layer for call in calls if not call.saved]:  # run inside a checkpoint
             self._layers.pop(layer, None)
-        judged = [call for own in self._layers.values() for call in own]
-        self._users = Counter(call.dense_key for call in judged)
+        all_calls = [call for own in self._layers.values() for call in own]
+        self._users = Counter(call.dense_key for call in all_calls)
         # Of layers that ran dense none has packed anything yet: those that would share are told by what they read.
-        alike = Counter((call.reads, calls[call]) for call in judged)
-        unpacked = [call for call in judged if not call.packs and call.dense_key is not None]
-        self._sharers = {call: alike[call.reads, calls[call]] for call in unpacked}
+        readers = Counter((call.reads, calls[call]) for call in all_calls)
+        unpacked = [call for call in all_calls if not call.packs and call.dense_key is not None]
+        self._sharers = {call: readers[call.reads, calls[call]] for call in unpacked}
         for sharers in packs.values():
             for call in sharers:
                 self._sharers[call] = max(len(sharers), self._sharers.get(call, 1))
@@ -302,33 +302,38 @@ class _Ledger:
     def reasons(self, retainers: Retainers, names: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
         """Return the layers that are not worth compressing, each with the reason."""
         layers = dict(self._layers)
-        known = retainers.copy()
+        current = retainers.copy()
         reasons: dict[nn.Module, str] = {}
-        while turned := [layer for layer, calls in layers.items() if self._freed(calls, known) <= self._added(calls)]:
-            reasons |= {layer: self._reason(layers[layer], known) for layer in turned}
-            for layer in turned:
+        while losing := [
+            layer for layer, calls in layers.items() if self._count_freed(calls, current) <= self._count_added(calls)
+        ]:
+            reasons |= {layer: self._explain(layers[layer], current) for layer in losing}
+            for layer in losing:
                 for call in layers.pop(layer):
-                    if call.dense_key is not None and call.dense_key.cdata not in known:
-                        known.add(call.dense_key, _DENSE_LAYER.format(names[layer]))
+                    if call.dense_key is not None and call.dense_key.cdata not in current:
+                        current.add(call.dense_key, _DENSE_LAYER.format(names[layer]))
         return reasons
 
-    def _freed(self, calls: Iterable[LayerCall], retainers: Retainers) -> float:
+    def _count_freed(self, calls: Iterable[LayerCall], retainers: Retainers) -> float:
         shares = {call: 1 if call.dense_key is None else self._users[call.dense_key] for call in calls}
         return sum(call.dense_bytes / share for call, share in shares.items() if not _is_retained(call, retainers))
 
-    def _added(self, calls: Iterable[LayerCall]) -> float:
+    def _count_added(self, calls: Iterable[LayerCall]) -> float:
         own = [call for call in calls if not (call.reuses and self._sparsity[call] == 0)]
         return sum(call.packed_bytes(self._sparsity[call]) / self._sharers.get(call, 1) for call in own)
 
-    def _reason(self, calls: Sequence[LayerCall], retainers: Retainers) -> str:
-        numbers = f"packing would add {self._added(calls):,.0f} bytes and free {self._freed(calls, retainers):,.0f}"
-        found = [call for call in calls if _is_retained(call, retainers)]
-        if not found:
+    def _explain(self, calls: Sequence[LayerCall], retainers: Retainers) -> str:
+        added, freed = self._count_added(calls), self._count_freed(calls, retainers)
+        numbers = f"packing would add {added:,.0f} bytes and free {freed:,.0f}"
+        retained = [call for call in calls if _is_retained(call, retainers)]
+        if not retained:
             return numbers
-        key = max(found, key=lambda call: call.dense_bytes).dense_key
+        key = max(retained, key=lambda call: call.dense_bytes).dense_key
         assert key is not None
         reason = f"its input {retainers.first_name(key.cdata)}"
-        return reason if len(found) == len(calls) else f"{reason} in {len(found)} of {len(calls)} calls; {numbers}"
+        if len(retained) == len(calls):
+            return reason
+        return f"{reason} in {len(retained)} of {len(calls)} calls; {numbers}"
 
 
 def _is_retained(call: LayerCall, retainers: Retainers) -> bool:
@@ -354,12 +359,12 @@ class _OperatorNames(TorchFunctionMode):
 
 
 @contextmanager
-def _watched() -> Iterator[_OperatorNames]:
+def _watch_operators() -> Iterator[_OperatorNames]:
     with eager_stance.opened(), _OperatorNames() as operators:
         yield operators
 
 
-_watching = ThreadContext(_watched)
+_watching = ThreadContext(_watch_operators)
 
 
 def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
@@ -377,8 +382,8 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
         wide = torch.promote_types(stored.dtype, torch.float32)
         norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=wide)
         energies = norms.square().flatten(1)
-        kept, total = energies.topk(keep, dim=1).values.sum(), energies.sum()
-        return torch.stack([total - kept, total])
+        largest, total = energies.topk(keep, dim=1).values.sum(), energies.sum()
+        return torch.stack([total - largest, total])
 
 
 class EnergyProbe(CallWatcher):
@@ -430,28 +435,28 @@ class EnergyProbe(CallWatcher):
         if not layers:
             return
         device = next((sums.device for sums in self._sums.values()), next(layers[0].parameters()).device)
-        found = [self._sums.get(layer, torch.zeros(2)).to(device) for layer in layers]
-        self._sums = dict(zip(layers, over_ranks(torch.stack(found)), strict=True))
+        rows = [self._sums.get(layer, torch.zeros(2)).to(device) for layer in layers]
+        self._sums = dict(zip(layers, over_ranks(torch.stack(rows)), strict=True))
 
     @property
     def shares(self) -> dict[str, float]:
         """Share of the energy that would be dropped, by the name of the layer, over all its calls."""
-        named = [(fqns[0], layer) for fqns, layer in input_layers(self._model) if layer in self._sums]
-        sums = [(name, *self._sums[layer].tolist()) for name, layer in named]
+        pairs = [(fqns[0], layer) for fqns, layer in input_layers(self._model) if layer in self._sums]
+        sums = [(name, *self._sums[layer].tolist()) for name, layer in pairs]
         return {name: dropped / total for name, dropped, total in sums if total > 0}
 
     @property
     def spread(self) -> dict[str, float]:
         """The shares above the limit."""
-        limits = {fqns[0]: self._limit_of(layer) for fqns, layer in input_layers(self._model)}
+        limits = {fqns[0]: self._find_limit(layer) for fqns, layer in input_layers(self._model)}
         return {name: share for name, share in self.shares.items() if share > limits[name]}
 
-    def _limit_of(self, layer: nn.Module) -> float:
+    def _find_limit(self, layer: nn.Module) -> float:
         if self._limit is not None:
             return self._limit
         # Attention that is routed for its output projection alone has no state of its own.
-        judged = isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
-        return layer.keep.max_dropped_energy if judged else 1.0  # type: ignore[union-attr, return-value]
+        has_limit = isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
+        return layer.keep.max_dropped_energy if has_limit else 1.0  # type: ignore[union-attr, return-value]
 
     def apply(self, report: ConversionReport) -> list[str]:
         """Drop no block of the layers above the limit; call it when the context was left.
@@ -478,8 +483,8 @@ class EnergyProbe(CallWatcher):
 def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str, float]) -> list[str]:
     """Drop no block of the converted layers that ``shares`` names; see ``EnergyProbe.apply``."""
     layers = {fqns[0]: layer for fqns, layer in input_layers(model)}
-    chosen = [layer.fqn for layer in report.converted if layer.fqn in shares]
-    for fqn in chosen:
+    names = [layer.fqn for layer in report.converted if layer.fqn in shares]
+    for fqn in names:
         layer = layers[fqn]
         assert isinstance(layer, CompressedLayer)
         if layer.bits:
@@ -488,7 +493,7 @@ def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str,
             continue
         revert_layers(model, {layer}.__contains__)
         report.leave_dense(fqn, f"the blocks that would be dropped hold {shares[fqn]:.0%} of its input's energy")
-    return chosen
+    return names
 
 
 class RecomputationProbe(CallWatcher):
@@ -517,15 +522,15 @@ class RecomputationProbe(CallWatcher):
 
     def __init__(self, model: nn.Module, *, eagerly: bool = False) -> None:
         super().__init__(model, eagerly=eagerly)
-        self._again: set[object] = set()
-        self._kept: set[object] = set()
+        self._in_backward: set[object] = set()
+        self._in_forward: set[object] = set()
 
     @property
     def recomputed(self) -> list[str]:
         """Names of the layers found so far, in the order of the model; none in modules that this package runs again."""
         own = [module for module in self._model.modules() if isinstance(module, RecomputedModule)]
-        found = self._again - self._kept - {layer for module in own for layer in module.modules()}
-        return [fqns[0] for fqns, layer in input_layers(self._model) if layer in found]
+        recomputed = self._in_backward - self._in_forward - {layer for module in own for layer in module.modules()}
+        return [fqns[0] for fqns, layer in input_layers(self._model) if layer in recomputed]
 
     @property
     def idle(self) -> list[str]:
@@ -533,7 +538,7 @@ class RecomputationProbe(CallWatcher):
 
         They are frozen, were not called, or got nothing, as an expert without tokens.
         """
-        called, eager = self._again | self._kept, eager_modules(self._model)
+        called, eager = self._in_backward | self._in_forward, eager_modules(self._model)
         return [
             fqns[0]
             for fqns, layer in input_layers(self._model)
@@ -545,9 +550,9 @@ class RecomputationProbe(CallWatcher):
         if not (torch.is_grad_enabled() and weight.requires_grad) or _is_empty(x):
             return
         if is_recomputation():
-            self._again.add(layer)
+            self._in_backward.add(layer)
         elif not dropped_by_checkpoint(top_saved_tensors_hooks(False)):
-            self._kept.add(layer)
+            self._in_forward.add(layer)
 
 
 class IdleLayers:
@@ -570,7 +575,7 @@ class IdleLayers:
         self.watches = bool(trained)
         """Whether a call of a layer counts, which need not happen on each rank."""
 
-    def awake(self) -> bool:
+    def is_awake(self) -> bool:
         """Return whether one of them keeps its input from now on."""
         return self._called or any(map(is_trained, self._frozen))
 
@@ -598,7 +603,7 @@ class AddedLayers:
         self._look_at(model)
         self._handle = register_module_module_registration_hook(self._see)
 
-    def found(self, model: nn.Module) -> bool:
+    def has_grown(self, model: nn.Module) -> bool:
         """Return whether the model has got layers since it was last looked at."""
         if not self._changed:
             return False

@@ -7,22 +7,23 @@ too (the activation before it, a sister layer, the batch) frees nothing by letti
 once, where they stay.
 
 What the whole model would keep if nothing were converted is the union of two sets of storages: those that converted
-modules would keep (``analysis.dense``), and those that everything else does keep, or would but for being packed. Under
-autocast dense layers keep copies of their weights too; they are among them.
+modules would keep (``analysis.dense_footprint``), and those that everything else does keep, or would but for being
+packed. Under autocast dense layers keep copies of their weights too; they are among them.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_actprune.analysis.dense import DenseForward
-from lightning_actprune.analysis.memory_table import headline, memory_table
+from lightning_actprune.analysis.dense_footprint import DenseForward
 from lightning_actprune.analysis.recorder import (
     LayerCall,
     Saved,
@@ -32,9 +33,19 @@ from lightning_actprune.analysis.recorder import (
 )
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.codec.private import COMPILED, FOR_FAKES, refusal
+from lightning_actprune.compiled.decision_log import Row
+from lightning_actprune.config import Keep
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import caller, is_recomputation, runs_again
-from lightning_actprune.tables import as_text
+from lightning_actprune.report import (
+    as_text,
+    cut_rows,
+    describe_keep,
+    group_by_place,
+    make_table,
+    mib,
+    percent,
+)
 
 
 @dataclass
@@ -123,7 +134,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return what the whole model keeps, and what each layer does as a table."""
-        return f"{headline(self)}\n{as_text(memory_table(self))}"
+        return f"{describe_memory(self)}\n{as_text(tabulate_memory(self))}"
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.
@@ -172,9 +183,9 @@ class SavedTensorMeter(SavedTensorRecorder):
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         super().__init__(model, batch)
-        missing = refusal("Counting what the dense model would keep", FOR_FAKES)
-        if missing is not None:
-            warnings.warn(f"{missing} What is kept now counts as dense.", stacklevel=2)
+        problem = refusal("Counting what the dense model would keep", FOR_FAKES)
+        if problem is not None:
+            warnings.warn(f"{problem} What is kept now counts as dense.", stacklevel=2)
         self._packed: dict[LayerCall, dict[StorageWeakRef, int]] = {}
         self._other: dict[StorageWeakRef, int] = {}
         self._seen: set[StorageWeakRef] = set()
@@ -189,38 +200,36 @@ class SavedTensorMeter(SavedTensorRecorder):
         """Return what was kept so far."""
         elsewhere = self._batch | self._parameters | self._other.keys() | self._kept_copies
         elsewhere |= {key for call, packed in self._packed.items() if not call.packs for key in packed}
-        named = input_layers(self._model)
-        rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in named}
+        pairs = input_layers(self._model)
+        rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in pairs}
         for call, packed in self._packed.items():
             layer = call.layer  # no replica of DataParallel's has a name
             row = rows.setdefault(layer, LayerFootprint(type(layer).__name__, type(layer).__name__, 0.0))
-            _add(row, call, sum(packed.values()), elsewhere, call in self._sharing)
-        counted = self._batch | self._parameters | self._kept_copies
+            _add_call(row, call, sum(packed.values()), elsewhere, call in self._sharing)
+        ignored = self._batch | self._parameters | self._kept_copies
+        converted = {module for module in self._model.modules() if isinstance(module, Converted)}
+        # Compiled code that keeps something may hide converted modules whose calls nobody saw.
+        hidden = self._compiled_bytes > 0 and not converted <= self._called
         return MemoryReport(
             [row for row in rows.values() if row.calls],
             sum(self._other.values()),
-            None if self._hidden() else sum(nbytes for key, nbytes in self._dense.items() if key not in counted),
+            None if hidden else sum(nbytes for key, nbytes in self._dense.items() if key not in ignored),
             compiled_bytes=self._compiled_bytes,
         )
-
-    def _hidden(self) -> bool:
-        """Return whether compiled code keeps something, and converted modules were not called that may be in it."""
-        converted = {module for module in self._model.modules() if isinstance(module, Converted)}
-        return self._compiled_bytes > 0 and not converted <= self._called
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._enter_module(module, args, kwargs)
         self._called.add(module)
         if isinstance(module, Converted) and not self._converted:
             self._called.update(module.modules())
-            self._converted.append((module, _dense_forward(module, args, kwargs)))
+            self._converted.append((module, _run_dense_forward(module, args, kwargs)))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave_module(module, args, output)
         if self._converted and self._converted[-1][0] is module:
             _, dense = self._converted.pop()
             if dense is not None:
-                self._dense |= dense.storages(output)
+                self._dense |= dense.find_storages(output)
 
     def _on_saved(self, saved: Saved) -> None:
         packed = self._packed.setdefault(saved.call, {}) if saved.call is not None else {}
@@ -243,7 +252,7 @@ class SavedTensorMeter(SavedTensorRecorder):
             self._compiled_bytes += saved.nbytes
 
 
-def _dense_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenseForward | None:
+def _run_dense_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenseForward | None:
     """Return the forward of the dense module, ``None`` if nothing is kept or it cannot run without values."""
     if is_recomputation() or not (torch.is_grad_enabled() and hooks_are_innermost()):
         return None
@@ -265,7 +274,7 @@ def _keeps_input(call: LayerCall, packed: dict[StorageWeakRef, int], saved: Save
     return not packed and saved.nbytes == call.dense_bytes
 
 
-def _add(row: LayerFootprint, call: LayerCall, stored: int, elsewhere: set[Any], shares: bool) -> None:
+def _add_call(row: LayerFootprint, call: LayerCall, stored: int, elsewhere: set[Any], shares: bool) -> None:
     """Add ``call`` to its layer's row; ``shares``: what it keeps was packed by another call.
 
     A dense input already in ``elsewhere`` would cost the dense layer nothing.
@@ -279,8 +288,95 @@ def _add(row: LayerFootprint, call: LayerCall, stored: int, elsewhere: set[Any],
         row.accounted_bytes += stored
         return
     row.accounted_bytes += 0 if shares or call.reuses else call.packed_bytes(call.sparsity)
-    kept = call.dense_copy if call.dense_key is None else call.dense_key
-    if kept is None or kept not in elsewhere:
+    input_key = call.dense_copy if call.dense_key is None else call.dense_key
+    if input_key is None or input_key not in elsewhere:
         row.dense_bytes += call.dense_bytes
-    if kept is not None:
-        elsewhere.add(kept)
+    if input_key is not None:
+        elsewhere.add(input_key)
+
+
+# === The table and its headline =======================================================================================
+
+_HOW = {"again": "computed again", "signs": "signs", "shape": "its shape alone"}
+
+
+def group_compiled(rows: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
+    """Yield name, how it is kept, dense and stored bytes of what is kept alike, the largest first."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        packed = f"{row.bits} bits" if row.bits else "fewer blocks"
+        how = _HOW.get(row.how) or (packed if row.how == "packed" else f"as it is: {row.reason}")
+        groups.setdefault((row.name, how), []).append(row)
+    by_size = sorted(groups.items(), key=lambda group: -sum(row.stored_bytes for row in group[1]))
+    largest, rest = cut_rows(by_size)
+    if rest:
+        largest = [*largest, (("... and more", ""), [row for _, members in rest for row in members])]
+    for (name, how), members in largest:
+        dense, stored = sum(row.dense_bytes for row in members), sum(row.stored_bytes for row in members)
+        yield name if len(members) == 1 else f"{name} ({len(members)})", how, dense, stored
+
+
+def describe_memory(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
+    """Return what the whole model keeps, and what it would keep if it were dense.
+
+    Args:
+        report: What was measured.
+        compiled: How what compiled code keeps of it is kept, if that is known.
+    """
+    stored = f"{mib(report.stored_bytes)} MiB"
+    if report.dense_bytes is None:
+        read = f"backward reads {mib(sum(row.dense_bytes for row in compiled))} MiB"
+        return (
+            f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose "
+            f"{read if compiled else 'layers are not seen one by one'}; what the dense model would keep is not known."
+        )
+    if report.dense_bytes == report.stored_bytes:
+        return f"Activations: {stored}, as in the dense model."
+    change = -100 * (report.saved_fraction or 0.0)
+    return f"Activations: {mib(report.dense_bytes)} MiB dense -> {stored} ({change:+.1f} %)."
+
+
+def tabulate_memory(report: MemoryReport, epoch: int | None = None, compiled: Sequence[Row] = ()) -> Table:
+    """Return what each linear layer, each other pruned layer and compiled code keeps, and the totals.
+
+    Args:
+        report: What was measured.
+        epoch: When.
+        compiled: How what compiled code keeps of it is kept, if that is known.
+    """
+    title = "Kept for backward" + ("" if epoch is None else f", epoch {epoch}")
+    table = make_table(title, "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")
+    groups, rest = cut_rows(group_by_place(report.rows, _describe_layer))
+    for name, rows in groups:
+        table.add_row(name, _describe_layer(rows[0]), *_sum_cells(rows))
+    if rest:
+        more = [row for _, rows in rest for row in rows]
+        table.add_row(f"... and {len(more)} more", "", *_sum_cells(more))
+    table.add_section()
+    for name, how, dense, stored in group_compiled(compiled):
+        table.add_row(name, how, *_format_cells(dense, stored))
+    if compiled:
+        table.add_section()
+    others = max(0, report.other_bytes - sum(row.stored_bytes for row in compiled))
+    table.add_row("Everything else", "", *_format_cells(report.other_dense_bytes, others))
+    table.add_row("Whole model", "", *_format_cells(report.dense_bytes, report.stored_bytes))
+    if report.measured_activation_bytes is not None:
+        table.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")
+    return table
+
+
+def _describe_layer(row: LayerFootprint) -> str:
+    if not row.bits and not row.sparsity:
+        return "whole"
+    return describe_keep(Keep(bits=row.bits), row.sparsity, row.sparsity)
+
+
+def _sum_cells(rows: Sequence[LayerFootprint]) -> tuple[str, str, str]:
+    return _format_cells(sum(row.dense_bytes for row in rows), sum(row.stored_bytes for row in rows))
+
+
+def _format_cells(dense: int | None, stored: int) -> tuple[str, str, str]:
+    if dense is None:
+        return "not known", mib(stored), ""
+    saved = percent((dense - stored) / dense) if dense else "kept anyway" if stored else "-"
+    return mib(dense), mib(stored), saved

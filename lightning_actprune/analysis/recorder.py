@@ -138,17 +138,20 @@ def copies_weight(weight: Tensor, x: Tensor) -> bool:
     return dtype is not None and weight.dtype not in (dtype, torch.float64)
 
 
-def shared_copy(tensor: Tensor) -> Any:
+def find_shared_copy(tensor: Tensor) -> Any:
     """Return the key of the copy that autocast would now make or take of ``tensor``, ``None`` if of one nobody shares.
 
     Autocast must be on, to a type that is not the tensor's.
     """
     leaf = tensor.is_leaf and tensor.requires_grad and not tensor._is_view()
     cached = leaf and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
-    return _shared_key(tensor) if cached else None
+    if not cached:
+        return None
+    # The storage tells a tensor from a later one with the same id, the id from others with the same storage.
+    return StorageKey(tensor.untyped_storage()), id(tensor), _find_region()  # type: ignore[no-untyped-call]
 
 
-def copied_leaf(saved: Tensor) -> Tensor | None:
+def find_copied_leaf(saved: Tensor) -> Tensor | None:
     """Return the leaf of which ``saved`` is a copy in 16 bits, or a view of one; ``None`` if it is no such copy."""
     copy = saved._base if saved._is_view() and saved._base is not None else saved
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0" or copy.dtype.itemsize != 2:
@@ -156,20 +159,15 @@ def copied_leaf(saved: Tensor) -> Tensor | None:
     return getattr(copy.grad_fn.next_functions[0][0], "variable", None)
 
 
-def kept_copy(saved: Tensor) -> Any:
+def find_copy_key(saved: Tensor) -> Any:
     """Return the key of the copy that ``saved`` is, or is a view of, ``None`` if it is no copy that others share."""
-    leaf = copied_leaf(saved)
-    return None if leaf is None else shared_copy(leaf)
+    leaf = find_copied_leaf(saved)
+    return None if leaf is None else find_shared_copy(leaf)
 
 
-def _shared_key(leaf: Tensor) -> Any:
-    # The storage tells a tensor from a later one with the same id, the id from others with the same storage.
-    return StorageKey(leaf.untyped_storage()), id(leaf), _region()  # type: ignore[no-untyped-call]
-
-
-def _region() -> Any:
+def _find_region() -> Any:
     """Return an object that is the same one throughout a region of autocast, whatever its device."""
-    leaf = _empty_leaf()
+    leaf = _make_empty_leaf()
     # Autocast is off inside the operations that save tensors, and nobody should see this one: no hooks, no modes.
     hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with no_dispatch_modes(), hidden, torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -179,7 +177,7 @@ def _region() -> Any:
 
 
 @functools.cache
-def _empty_leaf() -> Tensor:
+def _make_empty_leaf() -> Tensor:
     return torch.empty(0, 0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
@@ -240,7 +238,7 @@ class LayerCall:
         return geometry.stored_bytes(self.itemsize, self.blocks.bits)
 
 
-def layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | None = None) -> LayerCall | None:
+def make_layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | None = None) -> LayerCall | None:
     """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing.
 
     Args:
@@ -257,21 +255,21 @@ def layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | None =
     dense_key, dense_bytes = None, x.numel() * dtype.itemsize
     flat = convolution or _flattens_without_copy(x)
     if dtype == x.dtype and flat:
-        [(dense_key, dense_bytes)] = storages(x)
+        [(dense_key, dense_bytes)] = find_storages(x)
     shape = as_cut(layer, torch.empty_strided(x.shape, x.stride(), device="meta"))
     call = LayerCall(layer, weakref.ref(x), shape, dtype.itemsize, dense_key, dense_bytes)
     if dtype != x.dtype and flat:
-        call.dense_copy = shared_copy(x)
+        call.dense_copy = find_shared_copy(x)
     if isinstance(layer, CompressedLayer):
         linear = not convolution and x.dim() > 0
         call.blocks = blocks or (layer._state.of(x)[1] if linear else layer._state.blocks)
         call.fine = linear and layer._state.is_fine(x)
         if not (copies_weight(weight, x) and (x.requires_grad or convolution)):
-            call.weight_keys = frozenset(key for key, _ in storages(weight))
+            call.weight_keys = frozenset(key for key, _ in find_storages(weight))
     return call
 
 
-def sparsity_of(layer: nn.Module) -> float:
+def get_sparsity(layer: nn.Module) -> float:
     """Return the fraction of blocks that ``layer`` drops, 0 if it is dense."""
     return layer.sparsity if isinstance(layer, CompressedLayer) else 0.0
 
@@ -289,11 +287,11 @@ def _flattens_without_copy(x: Tensor) -> bool:
     return meta.flatten(0, -2)._is_view()
 
 
-def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
+def find_storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
     """Return the storages that hold ``value``'s data, with their bytes; none if it is not dense, or ``vmap``'s."""
     if isinstance(value, Tensor) and _is_wrapper(value):
         inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [entry for name in inner for entry in storages(getattr(value, name))]
+        return [entry for name in inner for entry in find_storages(getattr(value, name))]
     if not isinstance(value, Tensor) or value.layout != torch.strided or is_functorch_wrapped_tensor(value):
         return []
     storage = value.untyped_storage()
@@ -361,44 +359,44 @@ _open = _Open()
 
 
 @contextmanager
-def _recording() -> Iterator[bool]:
+def _record() -> Iterator[bool]:
     """Open the recorders' hooks; gives whether there are others around them."""
     outer = top_saved_tensors_hooks(False)
     with torch.autograd.graph.saved_tensors_hooks(partial(_pack, outer), _unpack):
         yield outer is not None
 
 
-_saving = ThreadContext(_recording)
+_saving = ThreadContext(_record)
 unpack_listeners: list[Callable[[Any], None]] = []
 """Told what backward takes up (what the graph holds) while its node runs, on a GPU in a thread of autograd's own."""
 
 
 @unseen_by_compilers
 def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
-    again = is_recomputation()
-    recorders = () if again else tuple(_open.recorders)
-    kept: Tensor | _HandedOn
+    is_again = is_recomputation()
+    recorders = () if is_again else tuple(_open.recorders)
+    handle: Tensor | _HandedOn
     if outer is not None:
         pack, unpack = outer
-        kept = _HandedOn(pack(tensor), unpack)
+        handle = _HandedOn(pack(tensor), unpack)
     else:
         # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input
         # is none, nor are integers, and other layers share it only as long as it is this object.
         packed = tensor.dtype == torch.uint8
         if not packed and not tensor.requires_grad:
-            packed = again or any(recorder.runs_compressed for recorder in recorders)
-        kept = tensor if packed else tensor.detach()
-    copy_key = kept_copy(tensor) if recorders else None
+            packed = is_again or any(recorder.runs_compressed for recorder in recorders)
+        handle = tensor if packed else tensor.detach()
+    copy_key = find_copy_key(tensor) if recorders else None
     for recorder in recorders:
-        recorder.see(tensor, kept, copy_key)
-    return kept
+        recorder.see(tensor, handle, copy_key)
+    return handle
 
 
 @unseen_by_compilers
-def _unpack(kept: Tensor | _HandedOn) -> Tensor:
+def _unpack(handle: Tensor | _HandedOn) -> Tensor:
     for listener in tuple(unpack_listeners):
-        listener(kept)
-    return kept.unpack(kept.value) if isinstance(kept, _HandedOn) else kept
+        listener(handle)
+    return handle.unpack(handle.value) if isinstance(handle, _HandedOn) else handle
 
 
 class SavedTensorRecorder:
@@ -418,7 +416,7 @@ class SavedTensorRecorder:
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         self._model = model
         self._layers = {layer for _, layer in input_layers(model)}
-        self._batch = {key for tensor in tree_leaves(batch) for key, _ in storages(tensor)}
+        self._batch = {key for tensor in tree_leaves(batch) for key, _ in find_storages(tensor)}
         self._parameters: set[StorageWeakRef] = set()
         self._quantized: set[StorageWeakRef] = set()
         """What layers other than those of ``_layers`` keep quantized; these may read it too."""
@@ -468,24 +466,20 @@ class SavedTensorRecorder:
         _, call = self._running[-1] if self._running else (None, None)
         return call is not None and packs(call.layer)
 
-    def see(self, tensor: Tensor, kept: Tensor | _HandedOn, copy_key: Any) -> None:
+    def see(self, tensor: Tensor, handle: Tensor | _HandedOn, copy_key: Any) -> None:
         """Take note of a tensor that autograd saves: what the graph holds in its place, and which copy it is."""
         self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
-            call.saved, call.sparsity, call.packs = True, sparsity_of(call.layer), packs(call.layer)
-        original = next(iter(storages(packing.original)), None)
-        for key, nbytes in storages(tensor):
-            if tensor.dtype == torch.uint8:
-                self._note_quantized(key, call)
+            call.saved, call.sparsity, call.packs = True, get_sparsity(call.layer), packs(call.layer)
+        original = next(iter(find_storages(packing.original)), None)
+        for key, nbytes in find_storages(tensor):
+            if tensor.dtype == torch.uint8 and call is None:
+                self._quantized.add(key)
+            elif tensor.dtype == torch.uint8 and call is not None and call.packs and key in self._quantized:
+                call.reuses = True
             where = tensor.device, tensor.dtype
-            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(kept), *where, copy_key, original))
-
-    def _note_quantized(self, key: StorageWeakRef, call: LayerCall | None) -> None:
-        if call is None:
-            self._quantized.add(key)
-        elif call.packs and key in self._quantized:
-            call.reuses = True
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(handle), *where, copy_key, original))
 
     def _follow(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -509,14 +503,14 @@ class SavedTensorRecorder:
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs, weight = (*args, *kwargs.values()), weight_of_call(module)
-        self._enter(module, layer_call(module, weight, inputs[0]) if inputs and weight is not None else None)
+        self._enter(module, make_layer_call(module, weight, inputs[0]) if inputs and weight is not None else None)
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
         """Follow a projection inside an attention module as the call of a layer, which it is not."""
         layer = projection.layer
         if layer in self._layers:
-            given = projection.with_samples(x)
-            self._enter(layer, layer_call(layer, projection.weight, given, projection.blocks(given)))
+            cut = projection.with_samples(x)
+            self._enter(layer, make_layer_call(layer, projection.weight, cut, projection.blocks(cut)))
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
         """Note that what ``enter_projection`` announced is over, also by an exception."""
@@ -542,7 +536,7 @@ class SavedTensorRecorder:
                 self._on_return(call)
 
     def _add_parameters(self, tensors: Iterable[Tensor]) -> None:
-        self._parameters.update(key for tensor in tensors for key, _ in storages(tensor))
+        self._parameters.update(key for tensor in tensors for key, _ in find_storages(tensor))
 
 
 def hooks_are_innermost() -> bool:
@@ -573,9 +567,9 @@ class CallWatcher(ABC):
 
     def __enter__(self) -> Self:
         require(type(self).__name__, FOR_BACKWARD)
-        seen = set(self._model.modules()) if self._eagerly else eager_modules(self._model)
+        followed = set(self._model.modules()) if self._eagerly else eager_modules(self._model)
         compressed = [layer for _, layer in input_layers(self._model) if isinstance(layer, CompressedLayer)]
-        self._layers = {layer for layer in compressed if layer in seen and layer.stores}
+        self._layers = {layer for layer in compressed if layer in followed and layer.stores}
         self.ran = not self._layers
         self._active = True
         watchers.append(self)
@@ -601,8 +595,8 @@ class CallWatcher(ABC):
         """Take note of a projection inside an attention module as the call of a layer, which it is not."""
         if projection.layer in self._layers:
             self.ran = True
-            given = projection.with_samples(x)
-            self._see(projection.layer, projection.weight, given, projection.blocks(given))
+            cut = projection.with_samples(x)
+            self._see(projection.layer, projection.weight, cut, projection.blocks(cut))
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:  # noqa: B027  # nothing is the default on purpose
         """Do nothing: a call counts when it begins."""

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_actprune.analysis.pictures import heatmap_picture
+from lightning_actprune.analysis.plots import heatmap_picture
 from lightning_actprune.config import Keep, check_share
 from lightning_actprune.report import LayerReport
 

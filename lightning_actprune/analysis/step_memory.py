@@ -39,7 +39,7 @@ from lightning_actprune.analysis.recorder import (
     ModuleNames,
     Saved,
     SavedTensorRecorder,
-    storages,
+    find_storages,
     unpack_listeners,
 )
 from lightning_actprune.codec.private import FOR_NODES, current_autograd_node, tree_leaves
@@ -96,12 +96,12 @@ class Retained:
     retainers: list[Retainer] = field(default_factory=list)
     covered: bool = False
 
-    def kept_at(self, moment: int) -> bool:
+    def is_kept_at(self, moment: int) -> bool:
         """Return whether autograd keeps it at the moment of that index."""
         return self.born <= moment and (self.freed is None or moment < self.freed)
 
     @property
-    def of_loss(self) -> bool:
+    def is_of_loss(self) -> bool:
         """Whether it holds what a loss computes from its logits."""
         return any(retainer.operator and retainer.operator.startswith(LOSSES) for retainer in self.retainers)
 
@@ -170,18 +170,18 @@ class StepMemory:
     @functools.cached_property
     def packed_bytes(self) -> list[int]:
         """Bytes of packed values kept at each moment."""
-        return self._kept(storage for storage in self.retained if storage.packed)
+        return self._sum_over_time(storage for storage in self.retained if storage.packed)
 
     @functools.cached_property
     def activation_bytes(self) -> list[int]:
         """Bytes that autograd keeps at each moment, those of packed values included."""
-        return self._kept(self.retained)
+        return self._sum_over_time(self.retained)
 
     @functools.cached_property
     def interval_bytes(self) -> list[int]:
         """Most bytes in use since the moment before, for each moment (M_i of the module)."""
         peaks = [moment.peak_bytes for moment in self.moments]
-        return [sum(self._counted_at(i).values()) if peak is None else peak for i, peak in enumerate(peaks)]
+        return [sum(self._count_parts(i).values()) if peak is None else peak for i, peak in enumerate(peaks)]
 
     def peak_in(self, phase: Phase | None = None) -> int | None:
         """Return the index of the moment whose interval has the peak of a phase, or of the step; ``None`` if empty."""
@@ -189,8 +189,8 @@ class StepMemory:
             raise ValueError(
                 f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is all."
             )
-        found = [i for i, moment in enumerate(self.moments) if phase in (None, moment.phase)]
-        return max(found, key=self.interval_bytes.__getitem__, default=None)
+        indices = [i for i, moment in enumerate(self.moments) if phase in (None, moment.phase)]
+        return max(indices, key=self.interval_bytes.__getitem__, default=None)
 
     @property
     def peak_bytes(self) -> int:
@@ -206,8 +206,9 @@ class StepMemory:
     def bytes_without(self, fraction: float) -> list[int]:
         """Return for each moment the most that M_i would be if that fraction of the activations were not kept."""
         check_share(fraction, "fraction")
-        kept = self.activation_bytes
-        lowest = [min(kept[max(i - 1, 0)], here) for i, here in enumerate(kept)] if self.measured else kept
+        lowest = ends = self.activation_bytes
+        if self.measured:
+            lowest = [min(before, end) for before, end in zip(ends[:1] + ends, ends, strict=False)]
         return [round(m - fraction * a) for m, a in zip(self.interval_bytes, lowest, strict=True)]
 
     def peak_without(self, fraction: float) -> int:
@@ -220,19 +221,19 @@ class StepMemory:
         Named are the bytes at the interval's end; in a measured backward those at its begin, since an operation lets go
         of its tensors only at its end.
         """
-        counted = self._counted_at(self._named_at(index))
-        return counted | {"other": max(self.interval_bytes[index] - sum(counted.values()), 0)}
+        parts = self._count_parts(self._find_named_moment(index))
+        return parts | {"other": max(self.interval_bytes[index] - sum(parts.values()), 0)}
 
     def logits_bytes(self, index: int) -> int:
         """Return the bytes in the interval before a moment that are logits, or of a loss with one value for each.
 
         They are what such a loss keeps, and "other" of ``parts`` too where the loss itself runs.
         """
-        at, moment = self._named_at(index), self.moments[index]
-        of_loss = [storage for storage in self.retained if storage.of_loss]
+        at, moment = self._find_named_moment(index), self.moments[index]
+        of_loss = [storage for storage in self.retained if storage.is_of_loss]
         runs = (moment.operator or "").startswith(LOSSES) or any(storage.born == index for storage in of_loss)
-        kept = sum(storage.nbytes for storage in of_loss if storage.kept_at(at))
-        return kept + (self.parts(index)["other"] if runs else 0)
+        saved = sum(storage.nbytes for storage in of_loss if storage.is_kept_at(at))
+        return saved + (self.parts(index)["other"] if runs else 0)
 
     def groups(self, index: int, *, uncovered: bool = False) -> list[RetainerGroup]:
         """Return who keeps what at a moment, largest first, corresponding modules taken together.
@@ -241,11 +242,11 @@ class StepMemory:
             index: The moment.
             uncovered: Whether to leave out what was packed, or converted layers keep.
         """
-        found: dict[tuple[str, bool], list[int]] = {}
+        sizes_by_label: dict[tuple[str, bool], list[int]] = {}
         for storage in self.retained:
-            if storage.kept_at(index) and not (uncovered and storage.covered):
-                found.setdefault((storage.label, storage.packed), []).append(storage.nbytes)
-        groups = [RetainerGroup(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+            if storage.is_kept_at(index) and not (uncovered and storage.covered):
+                sizes_by_label.setdefault((storage.label, storage.packed), []).append(storage.nbytes)
+        groups = [RetainerGroup(*key, len(sizes), sum(sizes)) for key, sizes in sizes_by_label.items()]
         return sorted(groups, key=lambda group: -group.nbytes)
 
     def series(self, operators: int = 5) -> dict[str, list[int]]:
@@ -255,36 +256,36 @@ class StepMemory:
             operators: How many operations are named, those with the most bytes over the step first; the others are
                 taken together. A storage with several retainers counts for the first.
         """
-        counted = [self._counted_at(index) for index in range(len(self.moments))]
+        parts = [self._count_parts(index) for index in range(len(self.moments))]
         names = "parameters", "optimizer state", "gradients", "batch", "packed tensors"
-        made = {name: [moment[name] for moment in counted] for name in names}
-        kept: dict[str, list[Retained]] = {}
+        series = {name: [moment[name] for moment in parts] for name in names}
+        by_operator: dict[str, list[Retained]] = {}
         for storage in self.retained:
             if not storage.packed:
-                kept.setdefault(storage.retainers[0].operator or "not used", []).append(storage)
-        curves = sorted((self._kept(retained), name) for name, retained in kept.items())
+                by_operator.setdefault(storage.retainers[0].operator or "not used", []).append(storage)
+        curves = sorted((self._sum_over_time(retained), name) for name, retained in by_operator.items())
         curves.sort(key=lambda curve: -sum(curve[0]))
-        made |= {name: curve for curve, name in curves[:operators]}
-        left = [curve for curve, _ in curves[operators:]]
-        return made | ({"other operations": [sum(column) for column in zip(*left, strict=True)]} if left else {})
+        series |= {name: curve for curve, name in curves[:operators]}
+        others = [curve for curve, _ in curves[operators:]]
+        return series | ({"other operations": [sum(column) for column in zip(*others, strict=True)]} if others else {})
 
     def to_rows(self) -> list[dict[str, str | int | None]]:
         """Return the moments as flat rows: ``pandas.DataFrame(step.to_rows())`` is a table.
 
         ``activation_bytes`` is what autograd keeps, ``packed_bytes`` included; ``interval_bytes`` is M_i of the module.
         """
-        kept = zip(self.activation_bytes, self.packed_bytes, self.interval_bytes, strict=True)
+        columns = zip(self.activation_bytes, self.packed_bytes, self.interval_bytes, strict=True)
         same = {"parameter_bytes": self.parameter_bytes, "batch_bytes": self.batch_bytes}
         return [
             {**asdict(moment), **same, "activation_bytes": saved, "packed_bytes": packed, "interval_bytes": most}
-            for moment, (saved, packed, most) in zip(self.moments, kept, strict=True)
+            for moment, (saved, packed, most) in zip(self.moments, columns, strict=True)
         ]
 
-    def _named_at(self, index: int) -> int:
+    def _find_named_moment(self, index: int) -> int:
         """Return the moment whose bytes are named for the interval before ``index``."""
         return index - 1 if self.measured and self.moments[index].phase == "backward" and index > 0 else index
 
-    def _counted_at(self, index: int) -> dict[str, int]:
+    def _count_parts(self, index: int) -> dict[str, int]:
         moment, packed = self.moments[index], self.packed_bytes[index]
         return {
             "parameters": self.parameter_bytes,
@@ -295,17 +296,17 @@ class StepMemory:
             "other saved tensors": self.activation_bytes[index] - packed,
         }
 
-    def _kept(self, retained: Iterable[Retained]) -> list[int]:
+    def _sum_over_time(self, retained: Iterable[Retained]) -> list[int]:
         changes = [0] * (len(self.moments) + 1)
         for storage in retained:
             changes[min(storage.born, len(self.moments))] += storage.nbytes
             if storage.freed is not None:
                 changes[min(storage.freed, len(self.moments))] -= storage.nbytes
-        kept, total = [], 0
+        totals, total = [], 0
         for change in changes[:-1]:
             total += change
-            kept.append(total)
-        return kept
+            totals.append(total)
+        return totals
 
 
 class StepMemoryRecorder(SavedTensorRecorder):
@@ -355,7 +356,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._device = device or (torch.device("cpu") if first is None else first.device)
         self._optimizers = optimizers
         self._names = ModuleNames(model)
-        self._sizes = {key: n for t in tree_leaves(batch) if self._is_here(t) for key, n in storages(t)}
+        self._sizes = {key: n for t in tree_leaves(batch) if self._is_here(t) for key, n in find_storages(t)}
         self._phase: Phase = "forward"
         self._taken_up: tuple[str, str | None] = "", None
         self._moments: list[MemoryMoment] = []
@@ -410,12 +411,12 @@ class StepMemoryRecorder(SavedTensorRecorder):
         for parameter in self._model.parameters():
             self._add_gradient(parameter)
         states = [state.values() for optimizer in self._optimizers for state in optimizer.state.values()]
-        self._optimizer_bytes = self._bytes(tensor for state in states for tensor in state)
+        self._optimizer_bytes = self._sum_bytes(tensor for state in states for tensor in state)
         self._add_moment("" if not self._running else self._names[self._running[-1][0]], None)
 
     def result(self) -> StepMemory:
         """Return what was recorded so far."""
-        parameters = self._bytes((*self._model.parameters(), *self._model.buffers()))
+        parameters = self._sum_bytes((*self._model.parameters(), *self._model.buffers()))
         batch = sum(nbytes for key, nbytes in self._sizes.items() if key not in self._parameters)
         return StepMemory(parameters, batch, list(self._moments), list(self._retained.values()))
 
@@ -434,9 +435,9 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._add_moment(self._names.get(self._running[-1][0], "") if self._running else "", None)
 
     def _on_saved(self, saved: Saved) -> None:
-        kept = saved.handle()
-        known = saved.key in self._batch or saved.key in self._parameters
-        if known or kept is None or saved.device != self._device:
+        handle = saved.handle()
+        is_there_anyway = saved.key in self._batch or saved.key in self._parameters
+        if is_there_anyway or handle is None or saved.device != self._device:
             return
         inside = any(isinstance(module, Converted) for module, _ in self._running)
         packed = saved.original is not None or (saved.call is not None and saved.call.packs)
@@ -445,35 +446,32 @@ class StepMemoryRecorder(SavedTensorRecorder):
         storage = self._retained.setdefault(saved.key, Retained(saved.nbytes, packed, now))
         storage.freed = None
         storage.covered |= inside or packed
-        if id(kept) not in self._graph:
-            self._graph[id(kept)] = _InGraph(kept, self._on_let_go)
-        self._graph[id(kept)].saved.append((saved.key, len(storage.retainers)))
+        if id(handle) not in self._graph:
+            self._graph[id(handle)] = _InGraph(handle, self._on_let_go)
+        self._graph[id(handle)].saved.append((saved.key, len(storage.retainers)))
         self._uses[saved.key] += 1
         storage.retainers.append(Retainer("" if saved.module is None else self._names[saved.module], None))
 
     def _on_unpack(self, value: Any) -> None:
-        kept = self._graph.get(id(value))
-        if kept is None:
+        entry = self._graph.get(id(value))
+        if entry is None:
             return
         if self._phase == "forward":
             self.mark("backward")
         self._add_moment(*self._taken_up)
         node = current_autograd_node()
         operator = None if node is None else operator_name(node.name())
-        for key, index in self._takers(kept):
+        # Of several who saved one object, the last one that has not taken it up yet does so now.
+        ahead = [(key, index) for key, index in entry.saved if self._retained[key].retainers[index].operator is None]
+        for key, index in dict(ahead or entry.saved).items():
             retainers = self._retained[key].retainers
             fqn = retainers[index].fqn
             self._taken_up = fqn, operator
             retainers[index] = Retainer(fqn, operator)
 
-    def _takers(self, kept: _InGraph) -> Iterable[tuple[StorageWeakRef, int]]:
-        """Return who takes up ``kept`` now: of several who saved one object, the last that has not done so yet."""
-        waiting = [(key, index) for key, index in kept.saved if self._retained[key].retainers[index].operator is None]
-        return dict(waiting or kept.saved).items()
-
     def _on_let_go(self, number: int) -> None:
-        kept = self._graph.pop(number, None)
-        for key, _ in () if kept is None else kept.saved:
+        entry = self._graph.pop(number, None)
+        for key, _ in () if entry is None else entry.saved:
             self._uses[key] -= 1
             if self._uses[key] == 0:
                 self._retained[key].freed = len(self._moments)
@@ -484,14 +482,14 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
     def _add_gradient(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        for key, nbytes in storages(gradient) if self._is_here(gradient) else ():
+        for key, nbytes in find_storages(gradient) if self._is_here(gradient) else ():
             if key not in self._gradients:
                 self._gradients[key] = nbytes
                 self._gradient_bytes += nbytes
 
     def _add_moment(self, fqn: str, operator: str | None) -> None:
-        known = self._gradient_bytes, self._optimizer_bytes
-        self._moments.append(MemoryMoment(self._phase, fqn, operator, *known, *self._ask_allocator()))
+        sizes = self._gradient_bytes, self._optimizer_bytes
+        self._moments.append(MemoryMoment(self._phase, fqn, operator, *sizes, *self._ask_allocator()))
 
     def _ask_allocator(self) -> tuple[int | None, int | None]:
         """Return the bytes in use now, and the most since the last time."""
@@ -506,9 +504,9 @@ class StepMemoryRecorder(SavedTensorRecorder):
     def _is_here(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device == self._device
 
-    def _bytes(self, values: Iterable[Any]) -> int:
-        found = {key: nbytes for value in values if self._is_here(value) for key, nbytes in storages(value)}
-        return sum(found.values())
+    def _sum_bytes(self, values: Iterable[Any]) -> int:
+        sizes = {key: nbytes for value in values if self._is_here(value) for key, nbytes in find_storages(value)}
+        return sum(sizes.values())
 
 
 class _InGraph:

@@ -28,15 +28,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_actprune.analysis.allocation import Allocation, Allocator, prepared
-from lightning_actprune.analysis.simulated import (
+from lightning_actprune.analysis.allocation import Allocation, Allocator, convert_copy
+from lightning_actprune.analysis.simulate_step import (
     NoValuesError,
     check_precision,
     has_known_values,
     simulate,
 )
 from lightning_actprune.analysis.step_memory import StepMemory
-from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.callbacks.fit import run_check
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
 from lightning_actprune.operators.containers import map_tensors
@@ -81,7 +81,8 @@ class MemoryBudget:
 
     def config(self, model: nn.Module) -> Config | None:
         """Return the configuration of now, ``None`` if all stays dense."""
-        allocator = self._allocator or self._allocator_of(model, _no_steps)  # of modules that may still be made
+        # The path of modules that may still be made.
+        allocator = self._allocator or self._allocator_of(model, _refuse_to_simulate)
         return allocator.config(self.number or 0)
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
@@ -106,10 +107,13 @@ class MemoryBudget:
         on_gpu = model.device.type == "cuda"
         measured = torch.cuda.max_memory_allocated(model.device) if on_gpu else None
         self._ends_at, before = None, self.number
-        found = self._choose(trainer, model, batch, measured) if before is None else self._correct(trainer, measured)
-        self.number = found.number
+        if before is None:
+            allocation = self._choose(trainer, model, batch, measured)
+        else:
+            allocation = self._correct(trainer, measured)
+        self.number = allocation.number
         self._waits = trainer.global_step + 1  # whose first batch is probed
-        return None if found.number == before else found
+        return None if allocation.number == before else allocation
 
     @property
     def is_settled(self) -> bool:
@@ -119,28 +123,29 @@ class MemoryBudget:
     @property
     def allocation(self) -> Allocation | None:
         """What was chosen, ``None`` before that, or where it was chosen in an earlier run."""
-        if self._allocator is None or self.number is None or not self._allocator.knows(self.number):
+        if self._allocator is None or self.number is None or not self._allocator.has_simulated(self.number):
             return None
         return self._allocator.allocation(self.number, self._off)
 
-    def describe(self, found: Allocation) -> str:
+    def describe(self, allocation: Allocation) -> str:
         """Return in a sentence what was chosen."""
         assert self._allocator is not None
-        share = found.peak_bytes / (found.dense.peak_bytes + self._off)
+        share = allocation.peak_bytes / (allocation.dense.peak_bytes + self._off)
         return (
-            f"Memory budget: {self._allocator.path.described(found.number)}; predicted step peak "
-            f"{found.peak_bytes / _MIB:,.0f} MiB, {share:.0%} of the dense one."
+            f"Memory budget: {self._allocator.path.describe(allocation.number)}; predicted step peak "
+            f"{allocation.peak_bytes / _MIB:,.0f} MiB, {share:.0%} of the dense one."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, fit for a checkpoint."""
         allocator, number = self._allocator, self.number
-        chosen = None if allocator is None or number is None else allocator.path.rules(number)
-        return {"budget": self._budget, "number": number, "setting": repr(chosen), "cap": self._cap}
+        rules = None if allocator is None or number is None else allocator.path.rules(number)
+        return {"budget": self._budget, "number": number, "setting": repr(rules), "cap": self._cap}
 
     def load_state_dict(self, state: Mapping[str, Any], model: pl.LightningModule) -> None:
         """Go on with what was chosen before, for the same budget and blocks; what that takes was seen then."""
-        number, cap, allocator = state.get("number"), state.get("cap", inf), self._allocator_of(model, _no_steps)
+        number, cap = state.get("number"), state.get("cap", inf)
+        allocator = self._allocator_of(model, _refuse_to_simulate)
         if state.get("budget") != self._budget or number is None or number >= len(allocator.path):
             return
         if model.trainer.strategy.broadcast(_cap(self._budget, model.device) < cap):
@@ -151,22 +156,22 @@ class MemoryBudget:
     def end(self) -> None:
         """Let go of what the fit was simulated with; what was chosen stays, for a checkpoint."""
         if self._allocator is not None:
-            self._allocator.release(_no_steps)
+            self._allocator.release(_refuse_to_simulate)
 
     def _choose(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, measured: int | None) -> Allocation:
         allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))
         if measured is not None:
             self._off = measured - allocator.step(0).peak_bytes
         self._cap = _cap(self._budget, model.device)
-        number = _by_rank_zero(trainer, lambda: checked(allocator.fit, self._budget, self._off, self._cap).number)
-        found = allocator.allocation(number, self._off)
-        if found.peak_bytes > self._cap:
+        number = _by_rank_zero(trainer, lambda: run_check(allocator.fit, self._budget, self._off, self._cap).number)
+        allocation = allocator.allocation(number, self._off)
+        if allocation.peak_bytes > self._cap:
             rank_zero_warn(
                 f"ActivationPruning(memory_budget=...) finds no setting that takes at most {FILLED:.0%} of what torch "
-                f"may take of the device, {self._cap / _MIB:,.0f} MiB: the least is {found.peak_bytes / _MIB:,.0f} "
-                "MiB. HINT: the fit may run out of memory; take a smaller batch."
+                f"may take of the device, {self._cap / _MIB:,.0f} MiB: the least is "
+                f"{allocation.peak_bytes / _MIB:,.0f} MiB. HINT: the fit may run out of memory; take a smaller batch."
             )
-        return found
+        return allocation
 
     def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
         base = self._base
@@ -175,23 +180,23 @@ class MemoryBudget:
     def _correct(self, trainer: pl.Trainer, measured: int | None) -> Allocation:
         assert self._allocator is not None
         assert self.number is not None
-        found = self._allocator.allocation(self.number, self._off)
+        allocation = self._allocator.allocation(self.number, self._off)
         self._checked = True
         if measured is None:
-            return found
-        if abs(measured - found.peak_bytes) > OFF * found.peak_bytes:
+            return allocation
+        if abs(measured - allocation.peak_bytes) > OFF * allocation.peak_bytes:
             rank_zero_warn(
-                f"ActivationPruning(memory_budget=...) predicted a step peak of {found.peak_bytes / _MIB:,.0f} MiB, "
-                f"and {measured / _MIB:,.0f} MiB were measured. HINT: batches of several sizes, or what else runs in "
-                "a step and is no part of training_step, cannot be foreseen; leave a margin in the budget."
+                "ActivationPruning(memory_budget=...) predicted a step peak of "
+                f"{allocation.peak_bytes / _MIB:,.0f} MiB, and {measured / _MIB:,.0f} MiB were measured. HINT: leave a "
+                "margin in the budget if batches differ in size, or if a step runs more than training_step."
             )
-        off = self._off + measured - found.peak_bytes
+        off = self._off + measured - allocation.peak_bytes
         limit = min(self._allocator.limit(self._budget, off), self._cap)
         if not trainer.strategy.broadcast(measured > limit):
-            return found
+            return allocation
         self._off = off
-        number = _by_rank_zero(trainer, lambda: self._below(found, limit - off))
-        self._checked = number == found.number
+        number = _by_rank_zero(trainer, lambda: self._below(allocation, limit - off))
+        self._checked = number == allocation.number
         if self._checked:
             rank_zero_warn(
                 f"ActivationPruning(memory_budget=...): no setting takes less, and a step takes {measured / _MIB:,.0f} "
@@ -199,25 +204,25 @@ class MemoryBudget:
             )
         return self._allocator.allocation(number, self._off)
 
-    def _below(self, found: Allocation, limit: float) -> int:
+    def _below(self, allocation: Allocation, limit: float) -> int:
         """Return the last setting within a limit, that of ``found`` if none takes less."""
         assert self._allocator is not None
         number = self._allocator.last_within(limit)
-        return number if self._allocator.step(number).peak_bytes < found.step.peak_bytes else found.number
+        return number if self._allocator.step(number).peak_bytes < allocation.step.peak_bytes else allocation.number
 
 
 def _by_rank_zero(trainer: pl.Trainer, decide: Callable[[], int]) -> int:
     """Return what rank zero decides; an error of its own is one of all ranks, which wait for it."""
-    found: int | MisconfigurationException = 0
+    result: int | MisconfigurationException = 0
     if trainer.is_global_zero:
         try:
-            found = decide()
+            result = decide()
         except MisconfigurationException as error:
-            found = error
-    found = trainer.strategy.broadcast(found)
-    if isinstance(found, MisconfigurationException):
-        raise found
-    return found
+            result = error
+    result = trainer.strategy.broadcast(result)
+    if isinstance(result, MisconfigurationException):
+        raise result
+    return result
 
 
 def _cap(budget: float, device: torch.device) -> float:
@@ -241,7 +246,7 @@ class _Simulated:
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
         self._trainer, self._model = trainer, model
-        self._batch = map_tensors(_without_memory, batch)
+        self._batch = map_tensors(_drop_memory, batch)
         self._precision = str(trainer.precision)
         self._optimizers = trainer.optimizers
         self._twin: nn.Module = model
@@ -251,11 +256,11 @@ class _Simulated:
 
         def prepare(twin: nn.Module) -> ConversionReport | None:
             self._twin = twin
-            for module in _lightning_modules(twin):
+            for module in _find_lightning_modules(twin):
                 module._trainer = _Numbers(self._trainer)  # type: ignore[assignment]
             _leave_out_metrics(twin)
             revert(twin)
-            return None if config is None else prepared(config, twin)
+            return None if config is None else convert_copy(config, twin)
 
         try:
             with _without_trainer(self._model):
@@ -283,11 +288,11 @@ class _Simulated:
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         try:
-            [made] = _optimizers_in(self._twin.configure_optimizers())  # type: ignore[operator]
-            made.step()  # there are no gradients: it does nothing, or asks for a closure
+            [optimizer] = _find_optimizers(self._twin.configure_optimizers())  # type: ignore[operator]
+            optimizer.step()  # there are no gradients: it does nothing, or asks for a closure
         except Exception:  # also of several, and of one that asks the trainer
             return _OptimizerLike(parameters, self._model, self._optimizers)
-        return made
+        return optimizer
 
 
 class _OptimizerLike(Optimizer):
@@ -314,11 +319,11 @@ class _OptimizerLike(Optimizer):
                 self.state[parameter] = {
                     (name, number): torch.empty(value.shape, dtype=value.dtype, device=parameter.device)
                     for name, values in like.items()
-                    for number, value in enumerate(_in_full(values, self._history))
+                    for number, value in enumerate(_list_tensors(values, self._history))
                 }
 
 
-def _in_full(value: Any, history: int) -> list[torch.Tensor]:
+def _list_tensors(value: Any, history: int) -> list[torch.Tensor]:
     """Return the tensors of an entry of an optimizer's state, of a history as many as it can have."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -339,14 +344,14 @@ class _Numbers:
         return [] if isinstance(value, list) else None
 
 
-def _lightning_modules(model: nn.Module) -> list[pl.LightningModule]:
+def _find_lightning_modules(model: nn.Module) -> list[pl.LightningModule]:
     return [module for module in model.modules() if isinstance(module, pl.LightningModule)]
 
 
 @contextmanager
 def _without_trainer(model: nn.Module) -> Iterator[None]:
     """Take the trainer off a module and those in it, of which a copy would take it along."""
-    before = [(module, module._trainer) for module in _lightning_modules(model)]
+    before = [(module, module._trainer) for module in _find_lightning_modules(model)]
     for module, _ in before:
         module._trainer = None
     try:
@@ -356,25 +361,25 @@ def _without_trainer(model: nn.Module) -> Iterator[None]:
             module._trainer = trainer
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+def _drop_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a simulation needs of a tensor of the batch."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return tensor
     if has_known_values(tensor):
         return tensor.detach().to("cpu", copy=True)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)
 
 
-def _optimizers_in(value: Any) -> Iterator[Optimizer]:
+def _find_optimizers(value: Any) -> Iterator[Optimizer]:
     """Yield the optimizers in what ``configure_optimizers`` returns."""
     if isinstance(value, Optimizer):
         yield value
     elif isinstance(value, Mapping):
-        yield from _optimizers_in(value.get("optimizer"))
+        yield from _find_optimizers(value.get("optimizer"))
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _optimizers_in(each)
+            yield from _find_optimizers(each)
 
 
 def _leave_out_metrics(twin: nn.Module) -> None:
@@ -386,13 +391,13 @@ def _leave_out_metrics(twin: nn.Module) -> None:
             vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
 
 
-def _no_steps(config: Config | None) -> StepMemory:
+def _refuse_to_simulate(config: Config | None) -> StepMemory:
     raise AssertionError("Nothing is simulated before a batch is there.")
 
 
 def _check_surroundings(trainer: pl.Trainer, model: pl.LightningModule, budget: float) -> None:
     """Raise where a budget means nothing or cannot be kept."""
-    checked(check_precision, str(trainer.precision))
+    run_check(check_precision, str(trainer.precision))
     if not model.automatic_optimization:
         raise MisconfigurationException(
             f"`memory_budget` cannot work with manual optimization, as of {type(model).__name__}: a training_step that "
@@ -406,9 +411,9 @@ def _check_surroundings(trainer: pl.Trainer, model: pl.LightningModule, budget: 
             "there. HINT: choose a preset, or train on one device or with DDP."
         )
     if strategy.root_device.type == "cuda" and isinstance(budget, int):
-        there = torch.cuda.get_device_properties(strategy.root_device).total_memory
-        if budget > there:
+        capacity = torch.cuda.get_device_properties(strategy.root_device).total_memory
+        if budget > capacity:
             raise MisconfigurationException(
-                f"`memory_budget` must be at most what the device has, {there / _MIB:,.0f} MiB, got "
+                f"`memory_budget` must be at most what the device has, {capacity / _MIB:,.0f} MiB, got "
                 f"{budget / _MIB:,.0f} MiB. HINT: 0.9 of it leaves room for what CUDA itself takes."
             )

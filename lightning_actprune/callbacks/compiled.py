@@ -23,7 +23,7 @@ class CompiledLayers:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._packing: CompiledPacking | None = None
-        self._told = 0
+        self._reported = 0
         self.rows: list[Row] = []
         """How each value is kept that backward reads in the graphs that were compiled in this fit or the last."""
 
@@ -31,7 +31,7 @@ class CompiledLayers:
         """Install the pass when a fit begins."""
         self.end()  # of a fit whose end it has not heard of
         reason = why_not()
-        self.rows, self._told = [], 0
+        self.rows, self._reported = [], 0
         if reason is None:
             self._packing = CompiledPacking().open()
             self.rows = self._packing.rows
@@ -65,9 +65,9 @@ class CompiledLayers:
                 "themselves in what it compiles from now on, and all that other operations save is kept. HINT: compile "
                 'with backend="inductor", the default.'
             )
-        found = self.rows[self._told :]
-        self._told += len(found)
-        return found
+        rows = self.rows[self._reported :]
+        self._reported += len(rows)
+        return rows
 
     def end(self) -> None:
         """Take the pass out. Does nothing outside of a fit."""

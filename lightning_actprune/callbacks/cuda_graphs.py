@@ -24,7 +24,7 @@ from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_m
 from lightning_actprune.replay.graph import CudaRecorder, Recorder
 from lightning_actprune.replay.memory import move_gradients
 from lightning_actprune.replay.module import ModuleReplay, ReplayedModule, replay_module, stop_replay
-from lightning_actprune.tables import counted
+from lightning_actprune.report import format_count
 
 SEARCH_STEPS = 3
 """Steps in which the outermost modules are looked for: some fits train modules in turns."""
@@ -95,7 +95,8 @@ class GraphedSteps:
     def _replay(self, model: pl.LightningModule, called: set[nn.Module]) -> None:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in model.trainer.optimizers)
         self._optimized = frozenset(id(parameter) for group in groups for parameter in group["params"])
-        candidates = called | set(model.modules()) - _hookable(model) - {model}  # the latter to say why they are eager
+        unseen = set(model.modules()) - _find_hookable(model) - {model}  # to say why they are eager
+        candidates = called | unseen
         outermost = {name: module for name, module in model.named_modules() if module in candidates}
         inner = {each for module in outermost.values() for each in module.modules() if each is not module}
         for name, module in outermost.items():
@@ -118,11 +119,11 @@ class GraphedSteps:
         if self._messages is None:
             self._messages = set()
             replayed = [replay for replay in replays if replay.graphs]
-            waiting = [replay.name for replay in replays if not replay.graphs and not replay.reason]
-            reasons |= dict.fromkeys(waiting, "none of its calls could be replayed so far")
+            without_graphs = [replay.name for replay in replays if not replay.graphs and not replay.reason]
+            reasons |= dict.fromkeys(without_graphs, "none of its calls could be replayed so far")
         news = {name: reason for name, reason in reasons.items() if (name, reason) not in self._messages}
         self._messages.update(news.items())
-        return graphs_text(replayed, news)
+        return describe_graphs(replayed, news)
 
 
 class OutermostCalls:
@@ -135,7 +136,7 @@ class OutermostCalls:
     def __init__(self, model: pl.LightningModule) -> None:
         self.modules = set[nn.Module]()
         self._running: list[nn.Module] = []
-        hooks = [add_hooks(module, self._enter, self._leave) for module in _hookable(model)]
+        hooks = [add_hooks(module, self._enter, self._leave) for module in _find_hookable(model)]
         self._handles = [handle for handles in hooks for handle in handles]
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ def zeroes_gradients(trainer: pl.Trainer, model: pl.LightningModule, batch_idx: 
     return first and model.automatic_optimization and not is_overridden("optimizer_zero_grad", model)
 
 
-def _hookable(model: nn.Module) -> set[nn.Module]:
+def _find_hookable(model: nn.Module) -> set[nn.Module]:
     """Return the inner modules whose calls hooks can see."""
     return {each for each in eager_modules(model) - {model} if not isinstance(each, torch.jit.ScriptModule)}
 
@@ -192,13 +193,13 @@ def why_module_eager(module: nn.Module) -> str:
     return ""
 
 
-def graphs_text(replayed: list[ModuleReplay], eager: dict[str, str]) -> str:
+def describe_graphs(replayed: list[ModuleReplay], eager: dict[str, str]) -> str:
     """Return which modules are replayed, and which are eager for which reason; "" for no modules."""
     parts = []
     if replayed:
         graphs, calls = sum(replay.graphs for replay in replayed), sum(replay.replays for replay in replayed)
         names = shortened([replay.name for replay in replayed])
-        parts.append(f"{names} replayed ({counted(graphs, 'graph')}, {counted(calls, 'replay')} so far)")
+        parts.append(f"{names} replayed ({format_count(graphs, 'graph')}, {format_count(calls, 'replay')} so far)")
     for reason in dict.fromkeys(eager.values()):
         names = shortened([name for name, each in eager.items() if each == reason])
         parts.append(f"{names} eager, since {reason}")

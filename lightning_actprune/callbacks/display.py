@@ -14,13 +14,25 @@ from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune import config
-from lightning_actprune.analysis.memory import MemoryReport
-from lightning_actprune.analysis.memory_table import compiled_cells
+from lightning_actprune.analysis.memory import MemoryReport, group_compiled
 from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.compiled.decision_log import Row
-from lightning_actprune.report import MOST_NAMED, ConversionReport, LayerReport, add_layers, with_reasons
-from lightning_actprune.tables import as_text, corresponding, counted, enumerated, mib, percent, shortened, table
+from lightning_actprune.report import (
+    MOST_NAMED,
+    ConversionReport,
+    LayerReport,
+    add_layers,
+    as_text,
+    cut_rows,
+    describe_reasons,
+    format_count,
+    group_by_place,
+    join_names,
+    make_table,
+    mib,
+    percent,
+)
 
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12
@@ -45,92 +57,90 @@ _FULL = 0.999
 def show(trainer: pl.Trainer, *contents: RenderableType) -> None:
     """Print ``contents`` on rank zero by the way that suits the progress bar in use."""
     bar = trainer.progress_bar_callback
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for content in contents:
         if isinstance(bar, TQDMProgressBar):
             # Unlike the bar's own `print`, this also works while no bar is active.
             tqdm.write(as_text(content))
-        elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
+        elif isinstance(bar, RichProgressBar) or any(isinstance(each, RichModelSummary) for each in callbacks):
             # The console that Lightning's bar draws on: a second one would garble it.
             get_console().print(content, markup=False)
         else:
             rank_zero_info(as_text(content))
 
 
-def _has(trainer: pl.Trainer, kind: type[pl.Callback]) -> bool:
-    return any(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]:
+def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[str]:
     """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
     if decision.retained:
-        one, left = len(decision.retained) == 1, len(report.converted)
-        does, what, them = ("stays", "its input", "it") if one else ("stay", "their inputs", "them")
+        is_one, remaining = len(decision.retained) == 1, len(report.converted)
+        does, what, them = ("stays", "its input", "it") if is_one else ("stay", "their inputs", "them")
         yield (
-            f"Activation pruning: {counted(len(decision.retained), _noun(decision.retained))} {does} dense, "
+            f"Activation pruning: {format_count(len(decision.retained), _name_kind(decision.retained))} {does} dense, "
             f"since packing {what} would add memory (skip_retained=False packs {them} all the same); "
-            f"{left} {'is' if left == 1 else 'are'} converted. {with_reasons(decision.retained)}."
+            f"{remaining} {'is' if remaining == 1 else 'are'} converted. {describe_reasons(decision.retained)}."
         )
     if decision.idle:
-        one = len(decision.idle) == 1
+        is_one = len(decision.idle) == 1
         names = config.shortened([layer.fqn for layer in decision.idle])
         yield (
-            f"Activation pruning: {counted(len(decision.idle), _noun(decision.idle))} {'stays' if one else 'stay'} "
-            f"dense until {'it keeps' if one else 'they keep'} something for backward (frozen, or not called): {names}."
+            f"Activation pruning: {format_count(len(decision.idle), _name_kind(decision.idle))} "
+            f"{'stays dense until it keeps' if is_one else 'stay dense until they keep'} something for backward "
+            f"(frozen, or not called): {names}."
         )
     if decision.spread:
         layers = [layer for layer in report.layers if layer.fqn in decision.spread]
-        one = len(decision.spread) == 1
-        does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
-        named = [name for name, _ in corresponding(layers, lambda layer: None)]
-        more = len(named) - MOST_NAMED
-        shown = ", ".join(named[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        is_one = len(decision.spread) == 1
+        does, whose, them = ("drops", "its input", "it") if is_one else ("drop", "their inputs", "them")
+        places = [name for name, _ in group_by_place(layers, lambda layer: None)]
+        more = len(places) - MOST_NAMED
+        text = ", ".join(places[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         yield (
-            f"Activation pruning: {counted(len(decision.spread), _noun(layers))} {does} no block, since the energy of "
-            f"{whose} is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all the same): "
-            f"{shown}."
+            f"Activation pruning: {format_count(len(decision.spread), _name_kind(layers))} {does} no block, since the "
+            f"energy of {whose} is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all "
+            f"the same): {text}."
         )
 
 
-def decision_tables(decision: Decision) -> Iterator[Table]:
+def tabulate_decision(decision: Decision) -> Iterator[Table]:
     """Yield the same layer by layer."""
     if decision.retained:
-        made = table("Layers that stay dense", "Layer", "Class ", "Kept ")
-        add_layers(made, decision.retained, {})
-        yield made
+        table = make_table("Layers that stay dense", "Layer", "Class ", "Kept ")
+        add_layers(table, decision.retained, {})
+        yield table
     if decision.spread:
-        made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
-        shown, rest = shortened(list(decision.spread.items()))
-        for name, share in shown:
-            made.add_row(name, percent(share))
+        table = make_table("Layers that drop no block", "Layer", "Energy that would be dropped")
+        rows, rest = cut_rows(list(decision.spread.items()))
+        for name, share in rows:
+            table.add_row(name, percent(share))
         if rest:
-            made.add_row(f"... and {len(rest)} more")
-        yield made
+            table.add_row(f"... and {len(rest)} more")
+        yield table
 
 
-def compiled_text(rows: Sequence[Row]) -> str:
+def describe_compiled(rows: Sequence[Row]) -> str:
     """Return how much of what backward reads in compiled code is kept."""
     dense, stored = (sum(getattr(row, of) for row in rows) for of in ("dense_bytes", "stored_bytes"))
     how = Counter(row.how for row in rows)
-    parts = [f"{how[name]} {said}" for name, said in (("packed", "packed"), ("again", "computed again")) if how[name]]
+    parts = [f"{how[name]} {words}" for name, words in (("packed", "packed"), ("again", "computed again")) if how[name]]
     return (
-        f"Activation pruning: of {counted(len(rows), 'value')} that backward reads in compiled code, "
-        f"{enumerated(parts) or 'none packed'}: {mib(stored)} MiB are kept of {mib(dense)} ({percent(stored / dense)})."
+        f"Activation pruning: of {format_count(len(rows), 'value')} that backward reads in compiled code, "
+        f"{join_names(parts) or 'none packed'}: {mib(stored)} MiB are kept of {mib(dense)} ({percent(stored / dense)})."
     )
 
 
-def compiled_table(rows: Sequence[Row]) -> Table:
+def tabulate_compiled(rows: Sequence[Row]) -> Table:
     """Return how the values are kept, those of one layer that are kept alike in one row."""
-    made = table("What compiled code keeps", "Layer or operation", "Kept ", "Dense MiB", "Stored MiB")
-    for name, kept, dense, stored in compiled_cells(rows):
-        made.add_row(name, kept, mib(dense), mib(stored))
-    return made
+    table = make_table("What compiled code keeps", "Layer or operation", "Kept ", "Dense MiB", "Stored MiB")
+    for name, how, dense, stored in group_compiled(rows):
+        table.add_row(name, how, mib(dense), mib(stored))
+    return table
 
 
-def _noun(layers: Iterable[LayerReport]) -> str:
+def _name_kind(layers: Iterable[LayerReport]) -> str:
     return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
 
 
-def uncovered_text(report: MemoryReport) -> str:
+def describe_uncovered(report: MemoryReport) -> str:
     """Return who keeps what nothing covers, and what can be done, if that is more than a third of the dense model.
 
     Or else the same of the logits, covered or not, if they are more than a third of what is kept or of the peak.
@@ -139,102 +149,102 @@ def uncovered_text(report: MemoryReport) -> str:
     if step is None:
         return ""
     if report.dense_bytes is None or not any(storage.covered for storage in step.retained):
-        return _logits_text(step)
+        return _describe_logits(step)
     groups = step.groups(step.forward_end, uncovered=True)
     total = sum(group.nbytes for group in groups)
     if total <= report.dense_bytes * _OUT_OF_REACH:
-        return _logits_text(step)
-    named = groups[:MOST_NAMED]
-    shown = enumerated([f"{group.label} {mib(group.nbytes)} MiB" for group in named])
-    hints = [hint for words, hint in _ADVICE if any(word in group.label for group in named for word in words)]
-    shares = _logits_shares(step)
+        return _describe_logits(step)
+    largest = groups[:MOST_NAMED]
+    keepers = join_names([f"{group.label} {mib(group.nbytes)} MiB" for group in largest])
+    hints = [hint for words, hint in _ADVICE if any(word in group.label for group in largest for word in words)]
+    shares = _describe_logits_shares(step)
     if shares and _LOGITS_ADVICE not in hints:
         hints.append(_LOGITS_ADVICE)
     return (
         f"Kept as it is: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
-        f"{shown}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
+        f"{keepers}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
     )
 
 
-def _logits_text(step: StepMemory) -> str:
-    shares = _logits_shares(step).lstrip()
+def _describe_logits(step: StepMemory) -> str:
+    shares = _describe_logits_shares(step).lstrip()
     return f"{shares} HINT: {_LOGITS_ADVICE}" if shares else ""
 
 
-def _logits_shares(step: StepMemory) -> str:
+def _describe_logits_shares(step: StepMemory) -> str:
     """Return how much the logits are of what is kept and of the peak, where that is more than a third."""
     peak = step.peak_in()
     if peak is None:
         return ""
     end = step.forward_end
-    kept = sum(storage.nbytes for storage in step.retained if storage.of_loss and storage.kept_at(end))
-    found = (
-        (kept, step.activation_bytes[end], "what is kept"),
+    saved = sum(storage.nbytes for storage in step.retained if storage.is_of_loss and storage.is_kept_at(end))
+    parts = (
+        (saved, step.activation_bytes[end], "what is kept"),
         (step.logits_bytes(peak), step.peak_bytes, "the peak, what the loss computes from them included"),
     )
     shares = [
         f"{mib(part)} MiB ({percent(part / whole)}) of {what}"
-        for part, whole, what in found
+        for part, whole, what in parts
         if part > whole * _OUT_OF_REACH
     ]
-    return f" Logits are {enumerated(shares)}." if shares else ""
+    return f" Logits are {join_names(shares)}." if shares else ""
 
 
-def peak_text(step: StepMemory) -> str:
+def describe_peak(step: StepMemory) -> str:
     """Return where the peak is, and what it would at most be with fewer activations."""
     index = step.peak_in()
     if index is None:
         return ""
     kind = "measured" if step.measured else "counted, without temporary tensors"
-    text = f"Peak of the step: {mib(step.peak_bytes)} MiB ({kind}), {_place(step, index)}"
+    text = f"Peak of the step: {mib(step.peak_bytes)} MiB ({kind}), {_describe_moment(step, index)}"
     if step.moments[index].phase == "backward":
         text += f", where {percent(step.activation_bytes[index] / max(*step.activation_bytes, 1))} is kept of what the "
         text += "forward kept"
     text += "."
     for fraction, name in _FRACTIONS.items():
         without = step.bytes_without(fraction)
-        there = max(range(len(without)), key=without.__getitem__)
-        text += f" With {name} of the activations gone: {mib(without[there])} MiB, {_place(step, there)}."
+        peak = max(range(len(without)), key=without.__getitem__)
+        text += f" With {name} of the activations gone: {mib(without[peak])} MiB, {_describe_moment(step, peak)}."
     return text
 
 
-def step_table(step: StepMemory, epoch: int) -> Table:
+def tabulate_step(step: StepMemory, epoch: int) -> Table:
     """Return the bytes in use at the peak of each phase, by kind."""
     indices = {phase: index for phase in PHASES if (index := step.peak_in(phase)) is not None}
     peak = step.peak_in()
     titles = [_TITLES[phase] + (" (peak)" if index == peak else "") for phase, index in indices.items()]
-    made = table(f"Memory of the step at the peak of each part, MiB, epoch {epoch}", "", *titles)
+    table = make_table(f"Memory of the step at the peak of each part, MiB, epoch {epoch}", "", *titles)
     parts = [step.parts(index) for index in indices.values()]
     for name in parts[0] if parts else ():
         if name != "other" or step.measured:
-            shown = "temporary and other tensors" if name == "other" else name
-            made.add_row(shown.capitalize(), *(mib(part[name]) for part in parts))
-    made.add_section()
-    made.add_row(
-        "In use" if step.measured else "Counted", *(mib(step.interval_bytes[index]) for index in indices.values())
-    )
-    return made
+            label = "temporary and other tensors" if name == "other" else name
+            table.add_row(label.capitalize(), *(mib(part[name]) for part in parts))
+    table.add_section()
+    total = "In use" if step.measured else "Counted"
+    table.add_row(total, *(mib(step.interval_bytes[index]) for index in indices.values()))
+    return table
 
 
-def keepers_table(step: StepMemory, epoch: int) -> Table:
+def tabulate_keepers(step: StepMemory, epoch: int) -> Table:
     """Return who keeps what at the end of the forward."""
     groups = step.groups(step.forward_end)
     total = sum(group.nbytes for group in groups)
-    made = table(
+    table = make_table(
         f"Kept at the end of the forward, by who keeps it, epoch {epoch}", "Kept by", "Tensors", "MiB", "Share"
     )
     cut = _MOST_KEEPERS if len(groups) > _MOST_KEEPERS + 1 else len(groups)
     for group in groups[:cut]:
         label = group.label + (", packed" if group.packed else "")
-        made.add_row(label, str(group.count), mib(group.nbytes), percent(group.nbytes / total) if total else "-")
+        table.add_row(label, str(group.count), mib(group.nbytes), percent(group.nbytes / total) if total else "-")
     if rest := groups[cut:]:
         nbytes = sum(group.nbytes for group in rest)
         count = sum(group.count for group in rest)
-        made.add_row(f"... and {len(rest)} more", str(count), mib(nbytes), percent(nbytes / total) if total else "-")
-    return made
+        share = percent(nbytes / total) if total else "-"
+        table.add_row(f"... and {len(rest)} more", str(count), mib(nbytes), share)
+    return table
 
 
-def _place(step: StepMemory, index: int) -> str:
+def _describe_moment(step: StepMemory, index: int) -> str:
     moment = step.moments[index]
     if moment.phase == "optimizer":
         return "in the optimizer step"

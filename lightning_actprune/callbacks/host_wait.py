@@ -24,7 +24,7 @@ class HostWait:
     """
 
     def __init__(self) -> None:
-        self._start, self._ended = cast(Any, None), False
+        self._start, self._is_over = cast(Any, None), False
         self._times = list[tuple[Any, Any]]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -32,9 +32,9 @@ class HostWait:
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
         """Note when the GPU starts a step; return ""."""
-        if not self._ended and not self._times:
-            self._ended = bool(why_eager(trainer, model)) or eager_modules(model) != set(model.modules())
-        if not self._ended:
+        if not self._is_over and not self._times:
+            self._is_over = bool(why_eager(trainer, model)) or eager_modules(model) != set(model.modules())
+        if not self._is_over:
             if len(self._times) == WAIT_STEPS - 1:
                 self._times[-1][1].synchronize()
                 delay(1.2 * self._shortest())
@@ -50,9 +50,9 @@ class HostWait:
         if len(self._times) < WAIT_STEPS - 1:
             self._times.append((start, end))
             return ""
-        self._ended = True
+        self._is_over = True
         end.synchronize()
-        return wait_text(self._shortest(), start.elapsed_time(end))
+        return describe_wait(self._shortest(), start.elapsed_time(end))
 
     def before_optimizer(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Do nothing."""
@@ -76,7 +76,7 @@ def moment() -> Any:
     return event
 
 
-def wait_text(step_ms: float, busy_ms: float) -> str:
+def describe_wait(step_ms: float, busy_ms: float) -> str:
     """Return a recommendation for a GPU that is busy for ``busy_ms`` of a step, or "" if it hardly waits."""
     waits = step_ms - busy_ms
     if waits < LONG_WAIT * step_ms:

@@ -15,24 +15,29 @@ from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
-from lightning_actprune.analysis.memory_table import headline, memory_table
-from lightning_actprune.analysis.pictures import epochs_picture, layers_picture, step_picture
+from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, describe_memory, tabulate_memory
+from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.display import (
-    keepers_table,
-    peak_text,
+    describe_peak,
+    describe_uncovered,
     show,
-    step_table,
-    uncovered_text,
+    tabulate_keepers,
+    tabulate_step,
 )
-from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
+from lightning_actprune.callbacks.fit import (
+    CurrentFit,
+    TrainerCallback,
+    Verbosity,
+    check_verbose,
+    is_detailed,
+    run_check,
+)
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import check_count, check_flag
 from lightning_actprune.operators.hooks import explain
-from lightning_actprune.tables import MIB
+from lightning_actprune.report import MIB
 
 _AS_MUCH = 1.02
 """By how much compiled code may be said to keep more than it was seen to."""
@@ -49,9 +54,9 @@ class ActivationMemoryMonitor(TrainerCallback):
 
     Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes kept are
     counted exactly, on any device; so are those that the same step would keep if no layer were converted, for which
-    converted layers run once more without values (``analysis.dense``). On CUDA the allocator is asked too: growth of
-    the requested bytes over the forward, and the bytes in use over the step, for which the peak statistics of the
-    device are reset again and again in the measured step of an epoch.
+    converted layers run once more without values (``analysis.dense_footprint``). On CUDA the allocator is read too:
+    growth of the requested bytes over the forward, and the bytes in use over the step, for which the peak statistics
+    of the device are reset again and again in the measured step of an epoch.
 
     Printed are, once a fit, after the first measured step: what the whole model keeps, dense and now; who keeps more
     than a third of it as it is; what each layer keeps, those at corresponding places (``blocks.*.fc1``) in one row; and
@@ -111,9 +116,9 @@ class ActivationMemoryMonitor(TrainerCallback):
     def __init__(self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False) -> None:
         super().__init__()
         hint = "3 lets the first batches warm up."
-        self.measure_batch = checked(check_count, measure_batch, "measure_batch", hint)
+        self.measure_batch = run_check(check_count, measure_batch, "measure_batch", hint)
         self.verbose = check_verbose(verbose)
-        self.log_layers = checked(check_flag, log_layers, "log_layers")
+        self.log_layers = run_check(check_flag, log_layers, "log_layers")
         self._fit = CurrentFit()
         self._report: MemoryReport | None = None
         self._pending: MemoryReport | None = None
@@ -121,7 +126,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         self._epoch: int | None = None
         self._step = 0
         self._history: deque[dict[str, float | None]] = deque(maxlen=MAX_EPOCHS)
-        self._shown = self._began = self._backward = False
+        self._was_shown = self._has_begun = self._backward = False
         self._meter: SavedTensorMeter | None = None
         self._recorder: StepMemoryRecorder | None = None
         self._requested_before = 0
@@ -167,13 +172,13 @@ class ActivationMemoryMonitor(TrainerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._history.clear()
         self._epoch = None
-        self._to_log = self._shown = self._began = False
+        self._to_log = self._was_shown = self._has_begun = False
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._began = True
+        self._has_begun = True
         # "At least": a run resumed in the middle of an epoch may begin behind the batch to measure.
         due = batch_idx >= min(self.measure_batch, trainer.num_training_batches - 1)
         if self._epoch != trainer.current_epoch and (due or _is_last(trainer, pl_module, batch_idx)):
@@ -207,7 +212,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             self._epoch = None
         if self._end_step() and self._report is not None:
             _log_at_once(trainer, pl_module, self._report, in_bar=bool(self.verbose))
-            if self.verbose and not self._shown:
+            if self.verbose and not self._was_shown:
                 self._show(trainer, self._report)
 
     @override
@@ -220,12 +225,12 @@ class ActivationMemoryMonitor(TrainerCallback):
             return
         if self.log_layers:
             _log_layers(trainer, report)
-        if in_detail(self.verbose):
-            show(trainer, memory_table(report, trainer.current_epoch, _compiled_rows(trainer, report)))
+        if is_detailed(self.verbose):
+            show(trainer, tabulate_memory(report, trainer.current_epoch, _find_compiled_rows(trainer, report)))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._began and not self._history:
+        if self._has_begun and not self._history:
             hint = " HINT: lower `measure_batch`." if self.measure_batch else ""
             rank_zero_warn(
                 f"ActivationMemoryMonitor has measured no step: the fit was over before batch {self.measure_batch} of "
@@ -245,21 +250,23 @@ class ActivationMemoryMonitor(TrainerCallback):
 
     def _show(self, trainer: pl.Trainer, report: MemoryReport) -> None:
         """Print what is printed once a fit."""
-        self._shown = True
-        epoch, step, detailed = trainer.current_epoch, report.step, in_detail(self.verbose)
-        rows = _compiled_rows(trainer, report)
-        parts: list[RenderableType] = [text for text in (headline(report, rows), uncovered_text(report)) if text]
-        parts += [] if detailed else [memory_table(report, epoch, rows)]  # which the end of the epoch prints
+        self._was_shown = True
+        epoch, step, detailed = trainer.current_epoch, report.step, is_detailed(self.verbose)
+        rows = _find_compiled_rows(trainer, report)
+        parts: list[RenderableType] = [
+            text for text in (describe_memory(report, rows), describe_uncovered(report)) if text
+        ]
+        parts += [] if detailed else [tabulate_memory(report, epoch, rows)]  # which the end of the epoch prints
         if step is not None:
-            parts += [keepers_table(step, epoch), step_table(step, epoch)] if detailed else []
-            parts += [text for text in (peak_text(step),) if text]
+            parts += [tabulate_keepers(step, epoch), tabulate_step(step, epoch)] if detailed else []
+            parts += [text for text in (describe_peak(step),) if text]
         show(trainer, *parts)
 
     def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
         self._backward = False
         if pl_module.device.type == "cuda":
-            self._requested_before = _requested_bytes(pl_module.device)
+            self._requested_before = _read_requested_bytes(pl_module.device)
         self._meter = SavedTensorMeter(pl_module, batch)
         self._meter.__enter__()
         self._recorder = StepMemoryRecorder(pl_module, batch, optimizers, pl_module.device)
@@ -271,7 +278,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             return
         self._pending = self._meter.report()
         if pl_module.device.type == "cuda":
-            self._pending.measured_activation_bytes = _requested_bytes(pl_module.device) - self._requested_before
+            self._pending.measured_activation_bytes = _read_requested_bytes(pl_module.device) - self._requested_before
         self._close_meter()
 
     def _end_step(self) -> bool:
@@ -305,7 +312,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             self._meter = None
 
 
-def _compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
+def _find_compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
     """Return how what compiled code keeps is kept, as an ``ActivationPruning`` knows it.
 
     What is said again of a graph that was compiled again counts once. Nothing if that is more than the step has kept:
@@ -318,7 +325,7 @@ def _compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
     return rows if sum(row.stored_bytes for row in rows) <= _AS_MUCH * report.compiled_bytes else []
 
 
-def _requested_bytes(device: torch.device) -> int:
+def _read_requested_bytes(device: torch.device) -> int:
     """Return the bytes that live tensors asked the allocator for: no rounding, no cache."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
@@ -363,10 +370,10 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
         return
     assert report is not None, "all ranks have measured"
     _check_trainer(trainer, pl_module)
-    known = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
-    for name, value in _totals(report, known).items():
-        shown = in_bar and name == _in_bar(known)
-        pl_module.log(name, value, prog_bar=shown, sync_dist=True, batch_size=_BATCH_SIZE)
+    has_dense = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
+    for name, value in _compute_totals(report, has_dense).items():
+        prog_bar = in_bar and name == _choose_bar_name(has_dense)
+        pl_module.log(name, value, prog_bar=prog_bar, sync_dist=True, batch_size=_BATCH_SIZE)
 
 
 def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport, in_bar: bool) -> None:
@@ -374,11 +381,13 @@ def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Mem
     if trainer.barebones:
         return
     _check_trainer(trainer, pl_module)
-    known = report.dense_bytes is not None
-    for name, value in _totals(report, known).items():
-        shown = in_bar and name == _in_bar(known)
+    has_dense = report.dense_bytes is not None
+    for name, value in _compute_totals(report, has_dense).items():
+        prog_bar = in_bar and name == _choose_bar_name(has_dense)
         on_host = torch.tensor(value)  # Lightning reads what the progress bar shows after each batch, and waits for it
-        pl_module.log(name, on_host, on_step=True, on_epoch=False, prog_bar=shown, logger=False, batch_size=_BATCH_SIZE)
+        pl_module.log(
+            name, on_host, on_step=True, on_epoch=False, prog_bar=prog_bar, logger=False, batch_size=_BATCH_SIZE
+        )
 
 
 def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -390,36 +399,34 @@ def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         )
 
 
-def _in_bar(known: bool) -> str:
+def _choose_bar_name(has_dense: bool) -> str:
     """Return which of the totals the progress bar shows."""
-    return "actprune/saved_frac" if known else "actprune/stored_mib"
+    return "actprune/saved_frac" if has_dense else "actprune/stored_mib"
 
 
 def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
     """Give what each layer keeps to every logger, in a group of its own, as ``actprune_layers/<layer>/stored_mib``."""
+    # Lightning logs the totals of the epoch at this step, so all share an x-axis. It counts from zero and has no public
+    # name; Lightning's own monitors read it here too. A model that logs "step" itself moves the totals and not the
+    # layers: it may log "step" after all callbacks, and reading what it has logged would reduce over the ranks.
+    step = max(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step) - 1, 0)
     for logger in trainer.loggers if trainer.is_global_zero else ():
         metrics = {
             logger.group_separator.join(("actprune_layers", row.fqn, name)): value
             for row in report.rows
-            for name, value in _of_layer(row).items()
+            for name, value in (
+                ("dense_mib", row.dense_bytes / MIB),
+                ("stored_mib", row.stored_bytes / MIB),
+                ("sparsity", row.sparsity),
+            )
         }
-        logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=_step(trainer))  # as Lightning adds it
+        logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=step)  # as Lightning adds it
 
 
-def _step(trainer: pl.Trainer) -> int:
-    """Return the step at which Lightning logs the totals of the epoch, so that all share an x-axis.
-
-    It counts from zero and has no public name; Lightning's own monitors read it in this place too. A model that logs
-    ``"step"`` itself gives the totals that x-axis, which nobody can know here: it may still do so when all callbacks
-    have been called, and to ask what it has logged would be a reduction over the ranks.
-    """
-    return max(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step) - 1, 0)
-
-
-def _totals(report: MemoryReport, known: bool) -> dict[str, float]:
+def _compute_totals(report: MemoryReport, has_dense: bool) -> dict[str, float]:
     """Return the totals by the names under which they are logged; ``known``: also those of the dense model."""
     metrics = {"actprune/stored_mib": report.stored_bytes / MIB}
-    if known and report.dense_bytes is not None:
+    if has_dense and report.dense_bytes is not None:
         metrics["actprune/dense_mib"] = report.dense_bytes / MIB
         metrics["actprune/saved_mib"] = (report.dense_bytes - report.stored_bytes) / MIB
         metrics["actprune/saved_frac"] = report.saved_fraction or 0.0
@@ -429,10 +436,6 @@ def _totals(report: MemoryReport, known: bool) -> dict[str, float]:
     if report.measured_peak_bytes is not None:
         metrics["actprune/peak_mib"] = report.measured_peak_bytes / MIB
     return metrics
-
-
-def _of_layer(row: LayerFootprint) -> dict[str, float]:
-    return {"dense_mib": row.dense_bytes / MIB, "stored_mib": row.stored_bytes / MIB, "sparsity": row.sparsity}
 
 
 def _check_alone(trainer: pl.Trainer) -> None:
@@ -449,15 +452,15 @@ def _check_alone(trainer: pl.Trainer) -> None:
 @rank_zero_only
 def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Write the pictures of the layers, the epochs and the step, those that show anything, and return the files."""
-    rows, made = report.to_rows(), {}
+    rows, figures = report.to_rows(), {}
     if rows:
-        made["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
+        figures["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
     if history:
-        made["epochs"] = epochs_picture(history)
+        figures["epochs"] = epochs_picture(history)
     if report.step is not None and report.step.moments:
-        made["step"] = step_picture({"Memory over the step": report.step})
+        figures["step"] = step_picture({"Memory over the step": report.step})
     folder.mkdir(parents=True, exist_ok=True)
-    files = {folder / f"{name}.png": figure for name, figure in made.items()}
+    files = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in files.items():
         figure.savefig(path, dpi=_DPI)
     return list(files)

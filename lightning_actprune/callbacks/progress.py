@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.callbacks.fit import run_check
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.registry import layers
 from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, lowest_sparsity, sparsity_at
@@ -66,10 +66,11 @@ class SparsityProgress:
     def start(self, trainer: pl.Trainer) -> None:
         """Find out at how many steps progress is 1, if the sparsity of a layer depends on it."""
         self._horizon = None
-        schedules = [own.sparsity for own in self._layers if _changes(own.sparsity)]
+        sparsities = [own.sparsity for own in self._layers]
+        schedules = [s for s in sparsities if isinstance(s, SparsitySchedule) and not isinstance(s, ConstantSchedule)]
         if not schedules:
             return
-        steps = self.total_steps or _estimated_steps(trainer)
+        steps = self.total_steps or _estimate_steps(trainer)
         if math.isinf(steps) or steps < 0:
             raise MisconfigurationException(
                 f"{schedules[0]!r} needs the length of the training, which the Trainer does not know "
@@ -83,14 +84,14 @@ class SparsityProgress:
         progress = min(trainer.global_step / self._horizon, 1.0) if self._horizon else 0.0
         for _, layer, schedule in self._layers:
             if isinstance(schedule, SparsitySchedule):
-                sparsity = checked(sparsity_at, schedule, progress)
+                sparsity = run_check(sparsity_at, schedule, progress)
                 if layer.sparsity != sparsity:
                     layer.sparsity = sparsity
 
     def wait(self, *, at_zero: bool) -> None:
         """Let every layer drop the fewest blocks that it will drop in this training, or none, until training starts."""
         for _, layer, sparsity in self._layers:
-            layer.wait_at(0.0 if at_zero else checked(lowest_sparsity, sparsity))
+            layer.wait_at(0.0 if at_zero else run_check(lowest_sparsity, sparsity))
 
     @property
     def horizon(self) -> int | None:
@@ -105,10 +106,10 @@ class SparsityProgress:
     @property
     def last(self) -> dict[str, float]:
         """The sparsity of each layer when the training ends, by its name."""
-        return {fqn: checked(sparsity_at, sparsity, 1.0) for fqn, _, sparsity in self._layers}
+        return {fqn: run_check(sparsity_at, sparsity, 1.0) for fqn, _, sparsity in self._layers}
 
 
-def _estimated_steps(trainer: pl.Trainer) -> int | float:
+def _estimate_steps(trainer: pl.Trainer) -> int | float:
     """Return the optimizer steps of the whole training, also where a callback accumulates another number each epoch.
 
     The Trainer's own estimate knows only the number that it was given, or that of the epoch it is in.
@@ -121,7 +122,3 @@ def _estimated_steps(trainer: pl.Trainer) -> int | float:
     parts = map(schedulers[0].get_accumulate_grad_batches, range(trainer.max_epochs))
     total = sum(math.ceil(batches / part) for part in parts)
     return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
-
-
-def _changes(sparsity: float | SparsitySchedule) -> bool:
-    return isinstance(sparsity, SparsitySchedule) and not isinstance(sparsity, ConstantSchedule)

@@ -16,42 +16,45 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_actprune.analysis.allocation import Allocation, check_memory_budget
-from lightning_actprune.callbacks.advice import (
-    warn_of_idle,
-    warn_of_optimizers,
-    warn_of_surroundings,
-)
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.budget import MemoryBudget
 from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.callbacks.cuda_graphs import GraphedSteps
 from lightning_actprune.callbacks.display import (
-    compiled_table,
-    compiled_text,
-    decision_tables,
-    decision_text,
+    describe_compiled,
+    describe_decision,
     show,
+    tabulate_compiled,
+    tabulate_decision,
 )
-from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
-from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
+from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe, TrialProbe
+from lightning_actprune.callbacks.fit import (
+    CurrentFit,
+    TrainerCallback,
+    Verbosity,
+    check_verbose,
+    is_detailed,
+    run_check,
+    warn_of_idle,
+    warn_of_optimizers,
+    warn_of_surroundings,
+)
 from lightning_actprune.callbacks.host_wait import HostWait
 from lightning_actprune.callbacks.progress import SparsityProgress
-from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.codec.dispatch import compilation
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag
 from lightning_actprune.convert import (
     DenseView,
-    attached_saved,
     check_conversion,
     convert_layers,
     describe_idle,
+    find_saved_compression,
     new_owner,
     revert,
 )
 from lightning_actprune.operators.hooks import explain
 from lightning_actprune.operators.sites import Decided
-from lightning_actprune.report import ConversionReport, LayerReport, conversion_table, conversion_text
+from lightning_actprune.report import ConversionReport, LayerReport, describe_conversion, tabulate_conversion
 from lightning_actprune.schedules import SparsitySchedule
 
 COMPILES = "Activation pruning: the first step compiles kernels for this GPU, which takes up to 20 s once."
@@ -139,21 +142,21 @@ class ActivationPruning(TrainerCallback):
         verbose: Verbosity = 1,
     ) -> None:
         super().__init__()
-        budget = None if memory_budget is None else checked(check_memory_budget, memory_budget)
+        budget = None if memory_budget is None else run_check(check_memory_budget, memory_budget)
         if budget is not None and preset is not None:
             raise MisconfigurationException(
                 f"`preset` must be left out with a `memory_budget`, which chooses among the presets, got {preset!r}. "
                 "HINT: leave one of the two out; rules say how single layers are kept."
             )
-        self._config = checked(Config, preset if budget is None else "max", sparsity, block_size, rules)
+        self._config = run_check(Config, preset if budget is None else "max", sparsity, block_size, rules)
         self._budget = None if budget is None else MemoryBudget(budget, self._config)
         self.memory_budget = memory_budget
         self.preset = self._config.preset
         self.sparsity = sparsity
         self.block_size = block_size
         self.rules = rules
-        self.skip_retained = checked(check_flag, skip_retained, "skip_retained")
-        self.cuda_graphs = checked(check_flag, cuda_graphs, "cuda_graphs")
+        self.skip_retained = run_check(check_flag, skip_retained, "skip_retained")
+        self.cuda_graphs = run_check(check_flag, cuda_graphs, "cuda_graphs")
         self.verbose = check_verbose(verbose)
         self._progress = SparsityProgress(total_steps)
         self.total_steps = self._progress.total_steps
@@ -165,7 +168,7 @@ class ActivationPruning(TrainerCallback):
                 "it out, or let the sparsity follow a schedule, as in `sparsity=CubicSchedule(end=0.6)`."
             )
         self._fit = CurrentFit()
-        patterns = _patterns(self._config)
+        patterns = _list_patterns(self._config)
         self._owner = new_owner(f"ActivationPruning(rules={patterns})")
         # As Lightning makes it, in a method without a public name. It asks for it at each hook, in each step.
         self._state_key = type(self).__qualname__ + repr({"rules": patterns})
@@ -247,7 +250,7 @@ class ActivationPruning(TrainerCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._trials.leave():  # which convert too, before a strategy may have wrapped what they turn dense
             self._convert(pl_module)  # layers made in LightningModule.setup
-        checked(check_conversion, pl_module, self._report, self._config)
+        run_check(check_conversion, pl_module, self._report, self._config)
         if idle := describe_idle(pl_module, self._report):
             rank_zero_warn(idle)
         if self._budget is None:
@@ -312,9 +315,9 @@ class ActivationPruning(TrainerCallback):
         if decision is not None:
             self._show(trainer, decision)
         self._show_compiled(trainer, self._compiled.news(pl_module))
-        found = None if self._budget is None else self._budget.batch_ends(trainer, pl_module, batch)
-        if found is not None:
-            self._take(trainer, pl_module, found)
+        allocation = None if self._budget is None else self._budget.batch_ends(trainer, pl_module, batch)
+        if allocation is not None:
+            self._take(trainer, pl_module, allocation)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -330,10 +333,10 @@ class ActivationPruning(TrainerCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        kept = self._config.described()
+        settings = self._config.described()
         return {
-            "kept": {operator: _ADDRESS.sub("", keep) for operator, keep in kept["kept"].items()},
-            "rules": [[pattern, _ADDRESS.sub("", rule)] for pattern, rule in kept["rules"]],
+            "kept": {operator: _ADDRESS.sub("", keep) for operator, keep in settings["kept"].items()},
+            "rules": [[pattern, _ADDRESS.sub("", rule)] for pattern, rule in settings["rules"]],
             "total_steps": self._progress.horizon,
             "layers": self._decisions.layers,
             "skip_retained": self.skip_retained,
@@ -352,13 +355,13 @@ class ActivationPruning(TrainerCallback):
         if not self._trials.ran:
             self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
-    def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, found: Allocation) -> None:
+    def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, allocation: Allocation) -> None:
         """Go on with a setting that fits the budget."""
         assert self._budget is not None
         self._decisions.forget()  # of layers that were in blocks run again, nothing is known
         self._convert_and_ask(trainer, pl_module)
         if self.verbose:
-            show(trainer, self._budget.describe(found))
+            show(trainer, self._budget.describe(allocation))
         self._show_conversion(trainer)
 
     def _convert_and_ask(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -383,9 +386,9 @@ class ActivationPruning(TrainerCallback):
             revert(pl_module, self._owner)
             self._report = ConversionReport()
         else:
-            self._report = checked(convert_layers, pl_module, config, self._owner)
+            self._report = run_check(convert_layers, pl_module, config, self._owner)
         self._decisions.apply(pl_module, self._report)
-        compression = attached_saved(pl_module, self._owner)
+        compression = find_saved_compression(pl_module, self._owner)
         self._decisions.saved = Decided() if compression is None else compression.decided
         self._find_layers(pl_module)
 
@@ -402,22 +405,22 @@ class ActivationPruning(TrainerCallback):
 
     def _show_conversion(self, trainer: pl.Trainer) -> None:
         if self.verbose and not (self._budget is not None and self._report == ConversionReport()):  # all of it dense
-            tables = in_detail(self.verbose) and bool(self._report.layers)
-            show(trainer, conversion_text(self._report, self._progress.last, reasons=not tables))
+            tables = is_detailed(self.verbose) and bool(self._report.layers)
+            show(trainer, describe_conversion(self._report, self._progress.last, reasons=not tables))
             if tables:
-                show(trainer, conversion_table(self._report, self._progress.last))
+                show(trainer, tabulate_conversion(self._report, self._progress.last))
 
     def _show(self, trainer: pl.Trainer, decision: Decision) -> None:
         if self.verbose and not self._is_undecided:
-            show(trainer, *decision_text(decision, self._report))
-            if in_detail(self.verbose):
-                show(trainer, *decision_tables(decision))
+            show(trainer, *describe_decision(decision, self._report))
+            if is_detailed(self.verbose):
+                show(trainer, *tabulate_decision(decision))
 
     def _show_compiled(self, trainer: pl.Trainer, rows: list[Row]) -> None:
         if self.verbose and rows and not self._is_undecided:
-            show(trainer, compiled_text(rows))
-            if in_detail(self.verbose):
-                show(trainer, compiled_table(rows))
+            show(trainer, describe_compiled(rows))
+            if is_detailed(self.verbose):
+                show(trainer, tabulate_compiled(rows))
 
     def _begin_trials(self, pl_module: pl.LightningModule) -> None:
         self._convert(pl_module)  # layers made in LightningModule.setup
@@ -459,16 +462,16 @@ class ActivationPruning(TrainerCallback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        found = "spread", "retained", "saved", "memory_budget"
-        now = {name: value for name, value in self.state_dict().items() if name not in found}
-        chosen = () if self._budget is None else ("layers",)  # which a budget chooses
-        _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in chosen})
+        results = "spread", "retained", "saved", "memory_budget"
+        now = {name: value for name, value in self.state_dict().items() if name not in results}
+        by_budget = () if self._budget is None else ("layers",)  # which a budget chooses
+        _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
         # Older checkpoints do not say `skip_retained`; the number of steps, `total_steps`, changes no decision.
-        alike = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
-        if not then or not alike:
+        is_same = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
+        if not then or not is_same:
             return None
         decided = then.get("spread") is not None
-        if decided and self._decisions.complete:  # by trials, which may have changed other layers
+        if decided and self._decisions.is_complete:  # by trials, which may have changed other layers
             self._decisions.forget()
             self._convert(pl_module)
         self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
@@ -479,7 +482,7 @@ class ActivationPruning(TrainerCallback):
         return restored
 
 
-def _patterns(config: Config) -> list[str]:
+def _list_patterns(config: Config) -> list[str]:
     """Return the patterns of rules, those of dense layers marked, by which layers may be shared among instances."""
     rules = config.described()["rules"]
     return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
@@ -488,12 +491,12 @@ def _patterns(config: Config) -> list[str]:
 def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
     """Raise if the trainer has another callback whose state would have the same key, or this one twice."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    alike = [other for other in callbacks if other.state_key == callback.state_key]
-    if len(alike) > 1:
+    same = [other for other in callbacks if other.state_key == callback.state_key]
+    if len(same) > 1:
         raise MisconfigurationException(
-            f"A Trainer takes one ActivationPruning with the patterns {_patterns(callback._config)} in `rules`, got "
-            f"{len(alike)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, or give "
-            "each its own layers, as in `rules={'head': None}` and `rules={'body.*': None}`."
+            f"A Trainer takes one ActivationPruning with the patterns {_list_patterns(callback._config)} in `rules`, "
+            f"got {len(same)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, or "
+            "give each its own layers, as in `rules={'head': None}` and `rules={'body.*': None}`."
         )
 
 
@@ -516,7 +519,7 @@ def _check_precision(trainer: pl.Trainer, config: Config) -> None:
 
 def _warn_of_other_settings(owner: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Warn of what is in both states and differs: of mappings and of rules, their entries."""
-    pairs = {name: (_entries(then[name]), _entries(now[name])) for name in now if name in then}
+    pairs = {name: (_to_entries(then[name]), _to_entries(now[name])) for name in now if name in then}
     changes = [
         f"{name}{f'[{key!r}]' if key else ''}: {before.get(key, 'nothing')} -> {after.get(key, 'nothing')}"
         for name, (before, after) in pairs.items()
@@ -530,7 +533,7 @@ def _warn_of_other_settings(owner: str, then: Mapping[str, Any], now: Mapping[st
         )
 
 
-def _entries(value: Any) -> dict[str, Any]:
+def _to_entries(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)

@@ -68,7 +68,7 @@ most: where one is missing, importing the package is an error. Others, ``OPTIONA
   checkpoints in it. Without, compiling a module that runs again is an error.
 - ``kernels.launch`` passes arguments to Triton's native launcher itself, in the order that was recorded from Triton's
   own in Python. One that takes other parameters than those known is left to Triton, at several times the cost.
-- ``callbacks.tuning`` lets two public hooks of Lightning's strategy do something more. Without one of them, or if
+- ``callbacks.first_batch`` lets two public hooks of Lightning's strategy do something more. Without one of them, or if
   Lightning calls it no more, a tuner's trials are not probed, and the fit's first batch is. ``callbacks.pruning`` does
   so to a module's ``configure_model``.
 - ``callbacks.memory`` reads the step that Lightning logs at, ``trainer.global_step`` in its place.

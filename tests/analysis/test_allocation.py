@@ -24,9 +24,9 @@ from lightning_actprune.analysis.allocation import (
     Settings,
     allocate,
     check_memory_budget,
-    prepared,
+    convert_copy,
 )
-from lightning_actprune.analysis.simulated import simulate
+from lightning_actprune.analysis.simulate_step import simulate
 from lightning_actprune.analysis.step_memory import MemoryMoment, StepMemory
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, new_owner
@@ -97,7 +97,7 @@ def test_along_the_path_one_block_after_the_other_changes_from_the_last_one_on()
     assert {layer.fqn.split(".")[0] for layer in mixed.converted} == {"0", "1", "2", "5"}
     assert reports[LAST].converted == []
     assert path.rules(LAST) == {"*": None}
-    assert len({path.described(number) for number in range(len(path))}) >= LAST  # few bits for all there may be twice
+    assert len({path.describe(number) for number in range(len(path))}) >= LAST  # few bits for all there may be twice
     revert(model)
     assert_plain(model)
 
@@ -299,7 +299,7 @@ def test_what_is_allocated_fits_and_grows_with_the_budget():
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def simulated(config: Config | None) -> StepMemory:
-        return simulate(model, BATCH, None if config is None else partial(prepared, config), precision="32-true")
+        return simulate(model, BATCH, None if config is None else partial(convert_copy, config), precision="32-true")
 
     made = Allocator(model, simulated)
     dense = made.step(LAST).peak_bytes

@@ -28,7 +28,7 @@ from lightning_actprune.analysis.caching_allocator import GRAIN, SMALL, WORKSPAC
 from lightning_actprune.analysis.estimate import METHODS, EstimateRow, estimate
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.simulated import loss_of, simulate
+from lightning_actprune.analysis.simulate_step import compute_loss, simulate
 from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
@@ -55,13 +55,13 @@ def really_kept(model: nn.Module, batch: Any, arguments: dict[str, Any] | None) 
     """Return the bytes that the meter counts in the second forward of the real model on the CPU."""
     report = None if arguments is None else convert(model, rules={"type:saved": None}, **arguments)
     with RetentionProbe(model, batch) as probe:
-        loss_of(model, batch).backward()
+        compute_loss(model, batch).backward()
     if report is not None:
         probe.apply(report)
         for name in [row.fqn for row in report.converted if row.sparsity and row.keep.max_dropped_energy < 1]:
             model.get_submodule(name).drop_nothing()
     with SavedTensorMeter(model, batch) as meter:
-        loss_of(model, batch)
+        compute_loss(model, batch)
     return meter.report().stored_bytes
 
 
@@ -143,14 +143,14 @@ def test_nothing_of_the_model_changes_and_real_steps_run_as_before():
     model.eval()
     real = blocks()
     convert(real, "max")
-    first = loss_of(real, batch)
+    first = compute_loss(real, batch)
     chosen = dispatch.choose_backend
     simulate(model, batch, lambda m: convert(m, "max"))
     assert not any(module.training for module in model.modules())  # what else stays, tests of budgets compare
     assert dispatch.choose_backend is chosen
     with torch.autocast("cpu", torch.bfloat16):  # the rules are those of CPUs again
         assert F.softmax(torch.ones(2, 2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16
-    second = loss_of(real, batch)
+    second = compute_loss(real, batch)
     second.backward()
     assert torch.equal(first, second)
     assert all(parameter.grad.isfinite().all() for parameter in real.parameters())
@@ -275,7 +275,7 @@ def test_models_of_libraries(capsys, monkeypatch):
         assert said in capsys.readouterr().err
     parsed = {"batch": 2, "length": 16, "shape": None}
     for name, shape in (("timm:resnet18", (2, 3, 224, 224)), ("hf:gpt2", (2, 16))):
-        model, batch = command._model_and_batch(type("Arguments", (), parsed | {"model": name}))
+        model, batch = command._load_model(type("Arguments", (), parsed | {"model": name}))
         inputs = batch["input_ids"] if isinstance(batch, dict) else batch[0]
         assert isinstance(model, nn.Module)
         assert inputs.shape == shape

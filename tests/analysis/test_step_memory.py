@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.pictures import epochs_picture, layers_picture, step_picture
+from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.recorder import unpack_listeners
 from lightning_actprune.analysis.step_memory import (
     PHASES,
@@ -55,7 +55,7 @@ def random_step(seed: int, measured: bool) -> StepMemory:
 
 
 def kept(step: StepMemory, index: int, packed: bool | None = None) -> int:
-    return sum(h.nbytes for h in step.retained if h.kept_at(index) and packed in (None, h.packed))
+    return sum(h.nbytes for h in step.retained if h.is_kept_at(index) and packed in (None, h.packed))
 
 
 def recorded_step(
@@ -95,7 +95,7 @@ def test_against_brute_force(seed: int, measured: bool):
         assert sum(step.parts(i).values()) == step.interval_bytes[i]
         assert min(step.parts(i).values()) >= 0
         assert sum(group.nbytes for group in step.groups(i)) == step.activation_bytes[i]
-        assert sum(group.count for group in step.groups(i)) == sum(h.kept_at(i) for h in step.retained)
+        assert sum(group.count for group in step.groups(i)) == sum(h.is_kept_at(i) for h in step.retained)
     assert [sum(column) for column in zip(*step.series(operators=1).values(), strict=True)] == counted
     # The peak falls as activations go, and stops at what is not theirs.
     peaks = [step.peak_without(tenths / 10) for tenths in range(11)]

@@ -25,7 +25,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
-from lightning_actprune.analysis import caching_allocator, simulated
+from lightning_actprune.analysis import caching_allocator, simulate_step
 from lightning_actprune.analysis.allocation import BALANCED, MARGIN, Allocator, Settings
 from lightning_actprune.callbacks import budget as budget_module
 from lightning_actprune.callbacks import pruning as pruning_module
@@ -160,7 +160,7 @@ def test_gradients_stay_where_they_accumulate():
     model, (batch, *_) = Stack(), batches()
     weights = sum(p.nbytes for p in model.parameters())
     for accumulates in (False, True):
-        step = simulated.simulate(model, batch, precision="32-true", accumulates=accumulates)
+        step = simulate_step.simulate(model, batch, precision="32-true", accumulates=accumulates)
         assert step.moments[step.forward_end - 1].gradient_bytes == weights
         first = next(moment for moment in step.moments if moment.phase == "backward")
         assert first.gradient_bytes == weights * accumulates

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.callbacks.memory import _compiled_rows
+from lightning_actprune.callbacks.memory import _find_compiled_rows
 from lightning_actprune.codec.private import joint_passes
 from tests.support.helpers import BATCHES, assert_plain, fit
 from tests.support.stack import Residual
@@ -112,11 +112,11 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
     rows, told = pruning._compiled.rows, pruning.compiled
     assert copy.deepcopy(pruning).compiled == told
     listed = told[: len(told) // told.count(told[0])]
-    assert _compiled_rows(model.trainer, monitor.report) == listed != []
+    assert _find_compiled_rows(model.trainer, monitor.report) == listed != []
     rows.extend(told)  # compiled again
-    assert _compiled_rows(model.trainer, monitor.report) == listed
+    assert _find_compiled_rows(model.trainer, monitor.report) == listed
     rows.append(told[0])  # of another batch size
-    assert _compiled_rows(model.trainer, monitor.report) == []
+    assert _find_compiled_rows(model.trainer, monitor.report) == []
     assert installed() == before
     assert_plain(model)
 

@@ -161,7 +161,7 @@ def test_a_gpu_that_waits_for_python_is_noticed_once(monkeypatch, caplog):
     fit(Blocks(), LambdaCallback(on_train_batch_end=end), pruning := ActivationPruning("max"))
     assert ["4 ms" in each.message for each in caplog.records if "cuda_graphs" in each.message] == [True]
     assert vars(pruning._graphs) == vars(HostWait())
-    assert host_wait.wait_text(10, 9) == ""
+    assert host_wait.describe_wait(10, 9) == ""
 
 
 @pytest.mark.gpu

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
-from lightning_actprune.analysis.memory_table import headline, memory_table
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, describe_memory, tabulate_memory
 from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display, memory
 from lightning_actprune.compiled.decision_log import Row
+from lightning_actprune.report import as_text
 from lightning_actprune.schedules import LinearSchedule
-from lightning_actprune.tables import as_text
 from tests.support.helpers import BATCHES, ByHand, Net, assert_plain, fit, loader, warnings_of
 
 STEPS = [BATCHES - 1, 2 * BATCHES - 1]
@@ -333,7 +332,7 @@ def test_callback_metrics_have_the_totals_of_the_report_alone(fitted):
     expected |= {"actprune/saved_frac": report.saved_fraction, "actprune/sparsity": 0.8 * 7 / 8}
     assert metrics == pytest.approx(expected)
     on_gpu = MemoryReport(measured_activation_bytes=MIB, measured_peak_bytes=2 * MIB)
-    found = memory._totals(on_gpu, known=False)
+    found = memory._compute_totals(on_gpu, has_dense=False)
     assert found == {"actprune/stored_mib": 0, "actprune/activations_mib": 1, "actprune/peak_mib": 2}
 
 
@@ -439,17 +438,17 @@ def test_corresponding_layers_are_one_row_and_the_rest_is_everything_else():
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
     report = MemoryReport(rows, 3 * MIB, 20 * MIB, 11 * MIB)
-    found = {name: (kept, *numbers) for name, kept, *numbers in cells(memory_table(report, 7))[1:]}
+    found = {name: (kept, *numbers) for name, kept, *numbers in cells(tabulate_memory(report, 7))[1:]}
     assert found["a.*.fc (2)"] == ("4 bits, drops 60 %", "10.00", "4.00", "60.0 %")
     assert found["b"][1:] == ("0.00", "1.00", "kept anyway")
     assert found["c"][1:] == ("2.00", "2.00", "0.0 %")
     assert found["Everything else"] == ("", "8.00", "3.00", "62.5 %")
     assert found["Whole model"] == ("", "20.00", "10.00", "50.0 %")
     assert found["Measured after forward"][2] == "11.00"
-    assert re.findall(r"-?[0-9.]+ [M%]", headline(report)) == ["20.00 M", "10.00 M", "-50.0 %"]
-    assert {headline(report), *as_text(memory_table(report)).splitlines()} == set(str(report).splitlines())
+    assert re.findall(r"-?[0-9.]+ [M%]", describe_memory(report)) == ["20.00 M", "10.00 M", "-50.0 %"]
+    assert {describe_memory(report), *as_text(tabulate_memory(report)).splitlines()} == set(str(report).splitlines())
     many = [LayerFootprint(f"layer.{i}", "Linear", 0.5, 1, 2 * MIB, MIB, MIB) for i in range(200)]
-    [last] = [row for row in cells(memory_table(MemoryReport(many), 0)) if "more" in row[0]]
+    [last] = [row for row in cells(tabulate_memory(MemoryReport(many), 0)) if "more" in row[0]]
     assert ("160 more" in last[0], last[2:4]) == (True, ["320.00", "160.00"])
 
 
@@ -460,7 +459,7 @@ def test_what_compiled_code_keeps_is_listed_and_no_part_of_everything_else():
         Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "as it is", 0, "it is a mask"),
     ]
     report = MemoryReport([], 6 * MIB, None, compiled_bytes=4 * MIB)
-    found = {name: numbers for name, _, *numbers in cells(memory_table(report, 7, compiled))}
+    found = {name: numbers for name, _, *numbers in cells(tabulate_memory(report, 7, compiled))}
     assert found["a.*.act (2)"] == ["8.00", "2.00", "75.0 %"]
     assert found["aten.where"] == ["1.00", "1.00", "0.0 %"]
     assert found["c"] == ["2.00", "0.00", "100.0 %"]
@@ -486,15 +485,15 @@ MEASURED = 9, 20, 30, 45, 30, 44
 
 
 def test_the_peak_is_that_of_now_and_with_half_and_all_of_the_activations_gone():
-    counted, measured = display.peak_text(step_of()), display.peak_text(step_of(*MEASURED))
+    counted, measured = display.describe_peak(step_of()), display.describe_peak(step_of(*MEASURED))
     assert re.findall(r"([0-9.]+) MiB", counted) == ["29.00", "19.00", "11.00"]
     assert re.findall(r"([0-9.]+) MiB", measured) == ["45.00", "44.00", "44.00"]
     assert ("counted" in counted, "measured" in measured, "block.1" in measured) == (True, True, True)
-    assert display.peak_text(StepMemory(0, 0)) == ""
+    assert display.describe_peak(StepMemory(0, 0)) == ""
 
 
 def test_tables_of_the_step_and_of_who_keeps_what():
-    assert [row[1:] for row in cells(display.step_table(step_of(*MEASURED), 2))[1:]] == [
+    assert [row[1:] for row in cells(display.tabulate_step(step_of(*MEASURED), 2))[1:]] == [
         ["1.00", "1.00", "1.00"],  # parameters
         ["0.00", "0.00", "2.00"],  # gradients
         ["3.00", "3.00", "3.00"],  # state of the optimizer
@@ -504,15 +503,15 @@ def test_tables_of_the_step_and_of_who_keeps_what():
         ["1.00", "16.00", "33.00"],  # temporary ones
         ["30.00", "45.00", "44.00"],
     ]
-    assert "Temporary" not in as_text(display.step_table(step_of(), 2))
-    gelu, packed = cells(display.keepers_table(step_of(), 2))[1:]
+    assert "Temporary" not in as_text(display.tabulate_step(step_of(), 2))
+    gelu, packed = cells(display.tabulate_keepers(step_of(), 2))[1:]
     assert gelu == ["block.* (gelu)", "2", "12.00", "60.0 %"]
     assert packed[1:] == ["2", "8.00", "40.0 %"]
 
 
 def advice(other: int, dense: int | None, step: StepMemory) -> str:
     dense_bytes = None if dense is None else dense * MIB
-    return display.uncovered_text(MemoryReport(other_bytes=other * MIB, dense_bytes=dense_bytes, step=step))
+    return display.describe_uncovered(MemoryReport(other_bytes=other * MIB, dense_bytes=dense_bytes, step=step))
 
 
 @pytest.mark.parametrize(("operator", "hint"), [("cudnn_rnn", "Recurrent"), ("log_softmax", "loss"), ("mul", "preset")])

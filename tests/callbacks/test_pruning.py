@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
-from lightning_actprune.callbacks.advice import warn_of_optimizers, warn_of_surroundings
+from lightning_actprune.callbacks.fit import warn_of_optimizers, warn_of_surroundings
 from lightning_actprune.codec import dispatch
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.schedules import ConstantSchedule, LinearSchedule, SparsitySchedule

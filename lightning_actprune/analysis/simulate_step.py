@@ -56,7 +56,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_actprune.analysis.caching_allocator import CachingAllocator
-from lightning_actprune.analysis.dense import _FakeMode
+from lightning_actprune.analysis.dense_footprint import FakeMode
 from lightning_actprune.analysis.first_batch import RetentionProbe, keep_blocks
 from lightning_actprune.analysis.recorder import ModuleNames
 from lightning_actprune.analysis.step_memory import StepMemory, StepMemoryRecorder
@@ -92,7 +92,7 @@ Prepare: TypeAlias = Callable[[nn.Module], ConversionReport | None]
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY = 132, 232448, 9
-"""Those of an H100 and of an H200, which some kernels cut their work by."""
+"""Those of an H100 and an H200, by which some kernels cut their work; 16 blocks of 128 threads fit a multiprocessor."""
 MOST_VALUES = 2**21
 """Values up to which a tensor that depends on nothing but shapes has some."""
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -142,7 +142,7 @@ def simulate(
         batch: What a step gets, in containers, dataclasses or other objects. Of its tensors, on whatever device,
             shapes, strides and types count, and the values of integers and booleans that are not on ``meta``.
         prepare: Converts a copy of the model, as ``lambda model: convert(model, "max")``; returns the report, if any.
-        loss: Returns the loss, given the copy of the model and the batch; by default as ``loss_of`` does.
+        loss: Returns the loss, given the copy of the model and the batch; by default as ``compute_loss`` does.
         precision: One of Lightning's names: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ``"bf16-true"``,
             ``"16-true"``.
         optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
@@ -165,22 +165,22 @@ def simulate(
     """
     require("Simulating a step", FOR_SIMULATION)
     autocast, whole = PRECISIONS[check_precision(precision)]
-    loss = loss_of if loss is None else loss
+    loss = compute_loss if loss is None else loss
     mode = _Mode(workspaces)
-    with _one_at_a_time, _unchanged_randomness(), _as_on_a_gpu(), mode:
-        twin = _twin(check_model(model), mode).train()
+    with _one_at_a_time, _restore_randomness(), _act_as_gpu(), mode:
+        twin = _copy_without_values(check_model(model), mode).train()
         if whole is not None:
             twin.to(whole)
-        inputs = map_tensors(functools.partial(_input, mode, whole), batch)
+        inputs = map_tensors(functools.partial(_make_input, mode, whole), batch)
         mode.names = ModuleNames(twin)
         report = None if prepare is None else prepare(twin)
-        made = _fused_adamw if optimizer is None else optimizer
-        step = _Step(twin, inputs, loss, autocast, made([p for p in twin.parameters() if p.requires_grad]))
+        make_optimizer = _make_adamw if optimizer is None else optimizer
+        step = _Step(twin, inputs, loss, autocast, make_optimizer([p for p in twin.parameters() if p.requires_grad]))
         step.warm_up(report, accumulates)
         return step.record(mode.allocator.ask, accumulates)
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def compute_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return a usual loss of a batch.
 
     That of ``training_step`` where there is one; ``model(**batch).loss`` of a mapping; of ``(inputs, targets)`` the
@@ -190,16 +190,16 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     if hasattr(model, "training_step"):
         training_step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
         takes_number = len(inspect.signature(training_step).parameters) > 1  # as Lightning asks
-        found = training_step(batch, 0) if takes_number else training_step(batch)
-        loss = found["loss"] if isinstance(found, Mapping) else found
+        result = training_step(batch, 0) if takes_number else training_step(batch)
+        loss = result["loss"] if isinstance(result, Mapping) else result
         return loss
     if isinstance(batch, Mapping):
         loss = model(**batch).loss
         return loss
     if isinstance(batch, Tensor):
-        return _tensor_of(model(batch)).mean()
+        return _get_logits(model(batch)).mean()
     inputs, targets = batch
-    output = _tensor_of(model(inputs))
+    output = _get_logits(model(inputs))
     if targets.is_floating_point():
         return F.mse_loss(output, targets)
     return F.cross_entropy(
@@ -217,12 +217,12 @@ def check_precision(value: Any) -> str:
     return str(value)
 
 
-def _tensor_of(output: Any) -> Tensor:
+def _get_logits(output: Any) -> Tensor:
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
 
-def _fused_adamw(parameters: list[nn.Parameter]) -> Optimizer:
+def _make_adamw(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
 
 
@@ -247,8 +247,8 @@ class _Step:
                 probe.check_alive()
                 loss.backward()  # type: ignore[no-untyped-call]
             probe.apply(report)
-            judged = (row for row in report.converted if row.keep is not None and row.keep.max_dropped_energy < 1)
-            keep_blocks(self._model, report, {row.fqn: 1.0 for row in judged if row.sparsity})
+            limited = (row for row in report.converted if row.keep is not None and row.keep.max_dropped_energy < 1)
+            keep_blocks(self._model, report, {row.fqn: 1.0 for row in limited if row.sparsity})
         self._update(gradients_stay=self._in_lightning or accumulates)
 
     def record(self, allocator: Callable[[], tuple[int, int]], accumulates: bool) -> StepMemory:
@@ -292,86 +292,85 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         self.allocator = CachingAllocator(workspaces)
         self.names: Mapping[nn.Module, str] = {}
         """Names of the modules that run, for errors."""
-        self._fakes = _FakeMode()
+        self._fakes = FakeMode()
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return a tensor without values of this shape, type and layout."""
         storage = self.allocator.empty(tensor.untyped_storage().nbytes())
-        made = torch.empty(0, dtype=tensor.dtype)
-        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else dict(kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
-        if any(tensor.is_meta for tensor in given) or (device is not None and torch.device(device).type == "meta"):
-            return func(*tree_map_only(Tensor, _meta, args), **kwargs)
+        if any(tensor.is_meta for tensor in inputs) or (device is not None and torch.device(device).type == "meta"):
+            return func(*tree_map_only(Tensor, _to_meta, args), **kwargs)
         if _is_view(func):
             return func(*args, **kwargs)
         if device is not None:
             kwargs["device"] = torch.device("cpu")
-        known = _computes(func) and all(self._has_values(tensor) for tensor in given)
-        if given and known and sum(tensor.numel() for tensor in given) <= MOST_VALUES:
-            return self.counted(func(*args, **kwargs), given)
+        has_values = _computes(func) and not any(
+            tensor.untyped_storage()._cdata in self.allocator.without_values for tensor in inputs
+        )
+        if inputs and has_values and sum(tensor.numel() for tensor in inputs) <= MOST_VALUES:
+            return self.count_results(func(*args, **kwargs), inputs)
         if func.overloadpacket.__name__ in _ASKING:
-            raise NoValuesError(self._no_values(func, "asks for a value"))
-        written = _written(func, args, kwargs)
-        for tensor in written:
+            raise NoValuesError(self._describe_no_values(func, "asks for a value"))
+        outputs = _find_outputs(func, args, kwargs)
+        for tensor in outputs:
             self.allocator.without_values.add(tensor.untyped_storage()._cdata)
-        if len(written) == len(func._schema.returns) > 0:
-            return written[0] if len(written) == 1 else tuple(written)
-        sums = self.allocator.empty(_bytes_of_sums(func, args))
-        found = self._without_values(func, args, kwargs, known and not given)
+        if len(outputs) == len(func._schema.returns) > 0:
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        sums = self.allocator.empty(_count_sum_bytes(func, args))
+        results = self._run_without_values(func, args, kwargs, has_values and not inputs)
         del sums
-        return found
+        return results
 
-    def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], factory: bool) -> Any:
+    def _run_without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], factory: bool) -> Any:
         """Return results by their shapes; those of a ``factory`` that are not large get their values after all."""
         real: dict[int, Tensor] = {}
         fakes: dict[int, Tensor] = {}
 
         def fake(tensor: Tensor) -> Tensor:
             if id(tensor) not in fakes:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                fakes[id(tensor)], real[id(made)] = made, tensor
+                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                fakes[id(tensor)], real[id(twin)] = twin, tensor
             return fakes[id(tensor)]
 
         try:
             with self._fakes:
-                found = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
+                results = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
         except Exception as error:  # whatever torch makes of an operation that needs values, or of one that fails
-            raise NoValuesError(self._no_values(func, f"fails: {type(error).__name__}: {error}")) from error
-        if factory and sum(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)) <= MOST_VALUES:
-            return self.counted(func(*args, **kwargs), [])
-        return tree_map_only(Tensor, lambda t: real[id(t)] if id(t) in real else self.empty_like(t), found)
+            raise NoValuesError(self._describe_no_values(func, f"fails: {type(error).__name__}: {error}")) from error
+        if factory and sum(leaf.numel() for leaf in tree_leaves(results) if isinstance(leaf, Tensor)) <= MOST_VALUES:
+            return self.count_results(func(*args, **kwargs), [])
+        return tree_map_only(Tensor, lambda t: real[id(t)] if id(t) in real else self.empty_like(t), results)
 
-    def counted(self, found: Any, given: list[Tensor]) -> Any:
+    def count_results(self, results: Any, inputs: list[Tensor]) -> Any:
         """Return results that have values, in memory of the allocator."""
-        own = {id(tensor) for tensor in given}
+        own = {id(tensor) for tensor in inputs}
 
-        def counted(tensor: Tensor) -> Tensor:
+        def count(tensor: Tensor) -> Tensor:
             if id(tensor) in own:
                 return tensor
-            made = self.empty_like(tensor).copy_(tensor)
-            self.allocator.without_values.discard(made.untyped_storage()._cdata)
-            return made
+            copied = self.empty_like(tensor).copy_(tensor)
+            self.allocator.without_values.discard(copied.untyped_storage()._cdata)
+            return copied
 
-        return tree_map_only(Tensor, counted, found)
+        return tree_map_only(Tensor, count, results)
 
-    def _has_values(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self.allocator.without_values
-
-    def _no_values(self, func: Any, what: str) -> str:
-        name = self._running()
+    def _describe_no_values(self, func: Any, what: str) -> str:
+        name = self._describe_running()
         return (
             f"A step of this model cannot be simulated: in {name}, {func.overloadpacket.__name__} {what}, and tensors "
-            f"of floating point have no values here{_caller()}. HINT: let no control flow depend on such values, or "
-            "measure a real step with ActivationMemoryMonitor."
+            f"of floating point have no values here{_describe_caller()}. HINT: let no control flow depend on such "
+            "values, or measure a real step with ActivationMemoryMonitor."
         )
 
-    def _running(self) -> str:
+    def _describe_running(self) -> str:
         """Return the innermost module whose forward runs, in words."""
         frame = inspect.currentframe()
         while frame is not None:
@@ -382,7 +381,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         return "the step outside of its modules"
 
 
-def _caller() -> str:
+def _describe_caller() -> str:
     """Return the line that called torch, with its file, as a clause."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
@@ -396,7 +395,7 @@ def _caller() -> str:
 _NOT_THE_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__
 
 
-def _meta(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -414,7 +413,7 @@ def _computes(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func.overloadpacket.__name__
 
 
-def _bytes_of_sums(func: Any, args: tuple[Any, ...]) -> int:
+def _count_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """Return what the partial sums of an operation take while it runs, as measured on an H200 with torch 2.11."""
     if func.overloadpacket.__name__ in _ATTENTION_BACKWARDS:  # gradients of queries in fp32, and a sum for each query
         query: Tensor = args[1]
@@ -422,11 +421,11 @@ def _bytes_of_sums(func: Any, args: tuple[Any, ...]) -> int:
     if func is torch.ops.aten.sum.dim_IntList:
         x: Tensor = args[0]
         if x.dim() > 1 and {dim % x.dim() for dim in args[1] or ()} == {*range(x.dim() - 1)}:
-            return _bytes_of_column_sums(x.shape[:-1].numel(), x.shape[-1])
+            return _count_column_sum_bytes(x.shape[:-1].numel(), x.shape[-1])
     return 0
 
 
-def _bytes_of_column_sums(rows: int, columns: int) -> int:
+def _count_column_sum_bytes(rows: int, columns: int) -> int:
     """Return what the sums of columns take, such as gradients of biases (torch's ``setReduceConfig``).
 
     Each of 32 x 4 threads of a block sums a part of four columns, and there are as many blocks as fill the GPU.
@@ -439,20 +438,18 @@ def _bytes_of_column_sums(rows: int, columns: int) -> int:
 
 
 _ATTENTION_BACKWARDS = {f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient")}
-MULTIPROCESSORS = 132
-"""Those of an H100 and an H200, each with room for 16 blocks of 128 threads."""
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _find_outputs(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     if not func._schema.is_mutable:
         return []
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    written = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return [leaf for name in written for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    names = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [leaf for name in names for leaf in tree_leaves(arguments.get(name)) if isinstance(leaf, Tensor)]
 
 
-def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
+def _copy_without_values(model: nn.Module, mode: _Mode) -> nn.Module:
     """Return a copy of the model whose tensors have no values."""
     own, of_tensor, of_parameter = threading.get_ident(), Tensor.__deepcopy__, nn.Parameter.__deepcopy__
 
@@ -461,13 +458,13 @@ def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
         if threading.get_ident() != own:
             usual: Any = of_parameter if isinstance(tensor, nn.Parameter) else of_tensor
             return cast(Tensor, usual(tensor, memo))
-        made = mode.empty_like(_meta(tensor.detach()))
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        found: Tensor = memo[id(tensor)]
-        return found
+        empty = mode.empty_like(_to_meta(tensor.detach()))
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        copied: Tensor = memo[id(tensor)]
+        return copied
 
     try:
-        with _replaced(Tensor, "__deepcopy__", without_values), _replaced(nn.Parameter, "__deepcopy__", without_values):
+        with _replace(Tensor, "__deepcopy__", without_values), _replace(nn.Parameter, "__deepcopy__", without_values):
             return copy.deepcopy(model)
     except Exception as error:  # whatever an attribute raises that cannot be copied
         raise TypeError(
@@ -478,21 +475,21 @@ def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
 
 def has_known_values(tensor: Tensor) -> bool:
     """Return whether a simulation knows the values of a tensor of the batch: those by which steps choose their way."""
-    known = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
-    return known and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() <= MOST_VALUES
+    is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+    return is_index and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() <= MOST_VALUES
 
 
-def _input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+def _make_input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor and has_known_values(tensor):
         with no_dispatch_modes():
-            return cast(Tensor, mode.counted(tensor.detach().cpu(), []))
-    made = mode.empty_like(_meta(tensor.detach() if tensor.layout == torch.strided else tensor))
-    made = made.to(dtype) if dtype is not None and made.is_floating_point() else made
-    return made.requires_grad_(tensor.requires_grad)
+            return cast(Tensor, mode.count_results(tensor.detach().cpu(), []))
+    empty = mode.empty_like(_to_meta(tensor.detach() if tensor.layout == torch.strided else tensor))
+    empty = empty.to(dtype) if dtype is not None and empty.is_floating_point() else empty
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _unchanged_randomness() -> Iterator[None]:
+def _restore_randomness() -> Iterator[None]:
     """Set random generators back in the end, of which a checkpoint reads and sets the state."""
     state, own, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -506,7 +503,7 @@ def _unchanged_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def _act_as_gpu() -> Iterator[None]:
     """Let torch and this package do on the CPU what they do on a GPU, as far as memory goes (see the module)."""
     with ExitStack() as stack:
         library = stack.enter_context(scoped_library("aten", "IMPL"))
@@ -516,9 +513,9 @@ def _as_on_a_gpu() -> Iterator[None]:
                     packet, _, overload = name.partition(".")
                     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
                     library.impl(name, policy(operation), "AutocastCPU")
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _attend, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
-        stack.enter_context(_launching_nothing())
+        stack.enter_context(_launch_nothing())
         yield
 
 
@@ -527,7 +524,7 @@ def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_widest(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_cast_and_call, operation, _widest)
+    return functools.partial(_cast_and_call, operation, _find_widest)
 
 
 def _cast_and_call(
@@ -549,11 +546,11 @@ def _is_narrow(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _widest(tensors: list[Tensor]) -> torch.dtype:
+def _find_widest(tensors: list[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t.is_floating_point()))
 
 
-def _attention(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -566,8 +563,8 @@ def _attention(
 ) -> Tensor:
     """Return what fused attention does: its flash kind of 16-bit values without a mask, or the memory-efficient one."""
     if attn_mask is None and _is_narrow(query):
-        found = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        return cast(Tensor, found[0])
+        results = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return cast(Tensor, results[0])
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -575,9 +572,9 @@ def _attention(
     if attn_mask is not None:
         bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
         bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    recorded = torch.is_grad_enabled() and any(given.requires_grad for given in (query, key, value))
-    found = efficient_attention(query, key, value, bias, recorded, dropout_p, is_causal, scale=scale)
-    return cast(Tensor, found[0])
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    results = efficient_attention(query, key, value, bias, recorded, dropout_p, is_causal, scale=scale)
+    return cast(Tensor, results[0])
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -586,7 +583,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 @contextmanager
-def _launching_nothing() -> Iterator[None]:
+def _launch_nothing() -> Iterator[None]:
     """Let this package's layers take tensors without values for those of a GPU, and let the kernels do nothing.
 
     In every module of the package the functions that ask for devices, modes and values have stand-ins meanwhile, and
@@ -600,7 +597,7 @@ def _launching_nothing() -> Iterator[None]:
     ]
     with ExitStack() as stack:
         if importlib.util.find_spec("triton") is not None:
-            stand_ins += _kernel_stand_ins(stack)
+            stand_ins += _make_kernel_stand_ins(stack)
             stack.enter_context(force_backend("triton"))
         modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE) and name != __name__]
         caches = [value for module in modules for value in vars(module).values() if isinstance(value, LaunchCache)]
@@ -609,17 +606,17 @@ def _launching_nothing() -> Iterator[None]:
         for module in modules:
             for name, value in list(vars(module).items()):
                 if id(value) in by_id:
-                    stack.enter_context(_replaced(module, name, by_id[id(value)]))
+                    stack.enter_context(_replace(module, name, by_id[id(value)]))
         yield
 
 
-def _kernel_stand_ins(stack: ExitStack) -> list[tuple[Any, Any]]:
+def _make_kernel_stand_ins(stack: ExitStack) -> list[tuple[Any, Any]]:
     """Return what stands in for what kernels ask of the GPU, and let them do nothing in this context."""
     kernels = importlib.import_module(f"{_PACKAGE}kernels")
-    for found in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(found.name)  # or what a module imports later would be what is replaced now
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)  # or what a module imports later would be what is replaced now
     launch, linear, sums = (sys.modules[f"{kernels.__name__}.{name}"] for name in ("launch", "linear", "sums"))
-    stack.enter_context(_replaced(launch.Launch, "__call__", lambda self, *tensors: None))
+    stack.enter_context(_replace(launch.Launch, "__call__", lambda self, *tensors: None))
     machine = linear.Machine(MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY)
     return [
         (choose_backend, _choose_backend),
@@ -637,7 +634,7 @@ def _choose_backend(
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

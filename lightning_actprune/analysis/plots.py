@@ -219,18 +219,18 @@ def _label(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
 
 def _color_map(panels: Iterable[Panel]) -> dict[str, str]:
     names = [name for panel in panels for name in panel.series if any(panel.series[name])]
-    known = {name: color for name, color in _FIXED.items() if name in names and name != "other operations"}
-    others = [name for name in dict.fromkeys(names) if name not in _FIXED]
-    known |= dict(zip(others, itertools.cycle(_COLORS), strict=False))
-    return known | {name: _FIXED[name] for name in _FIXED if name in names}
+    colors = {name: color for name, color in _FIXED.items() if name in names and name != "other operations"}
+    operations = [name for name in dict.fromkeys(names) if name not in _FIXED]
+    colors |= dict(zip(operations, itertools.cycle(_COLORS), strict=False))
+    return colors | {name: _FIXED[name] for name in _FIXED if name in names}
 
 
 def _draw(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
     lines = {name: [nbytes / _MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
     x, last = range(len(panel.phases)), max(len(panel.phases) - 1, 1)
-    shown = [colors[name] for name in lines]
+    line_colors = [colors[name] for name in lines]
     if lines:
-        axes.stackplot(x, *lines.values(), labels=list(lines), colors=shown, edgecolor="white", linewidth=0.2)
+        axes.stackplot(x, *lines.values(), labels=list(lines), colors=line_colors, edgecolor="white", linewidth=0.2)
     if panel.peaks is not None:
         axes.plot(x, [nbytes / _MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
     for phase in PHASES:

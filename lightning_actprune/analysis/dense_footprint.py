@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
-from lightning_actprune.analysis.recorder import copied_leaf, is_expanded, shared_copy, storages
+from lightning_actprune.analysis.recorder import find_copied_leaf, find_shared_copy, find_storages, is_expanded
 from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
 from lightning_actprune.operators.base import Converted, dense_class
 from lightning_actprune.operators.containers import map_tensors
@@ -38,11 +38,12 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 _CONTAINERS = (list, dict, set, deque, UserList, UserDict)
 
 
-class _FakeMode(FakeTensorMode):  # type: ignore[misc]
+class FakeMode(FakeTensorMode):  # type: ignore[misc]
     """Fake tensors on devices that there are: torch gets ready for others too, after which no process can be forked."""
 
     @property
     def avoid_device_init(self) -> bool:
+        """False: no device is used that is not there."""
         return False
 
 
@@ -69,23 +70,28 @@ class DenseForward:
             parametrize._cache_enabled,
         )
         with (
-            _FakeMode(allow_non_fake_inputs=True),
-            torch.autograd.graph.saved_tensors_hooks(_noting(saved), lambda tensor: tensor),
+            FakeMode(allow_non_fake_inputs=True),
+            torch.autograd.graph.saved_tensors_hooks(_make_pack_hook(saved), lambda tensor: tensor),
         ):
             # Or they would keep copies of fake parameters, for whoever asks for real ones later.
             torch.set_autocast_cache_enabled(False)
             parametrize._cache_enabled = 0
             try:
-                twin = self._twin(module)
+                twin = self._make_twin(module)
                 inputs = map_tensors(self._fake, (args, dict(kwargs)))
                 self._output = type(twin).forward(twin, *inputs[0], **inputs[1])
             finally:
                 torch.set_autocast_cache_enabled(cached)
                 parametrize._cache_enabled = parametrized
                 set_python_generators(generators)
-        self._saved = [(tensor, self._shared(tensor)) for tensor in saved]
+        self._saved: list[tuple[Tensor, Any]] = []
+        """Each tensor that the dense module would save, with its key if it is one of autocast's shared copies."""
+        for tensor in saved:
+            leaf = find_copied_leaf(tensor)
+            real = None if leaf is None else self._real.get(id(leaf))
+            self._saved.append((tensor, None if real is None else find_shared_copy(real)))
 
-    def storages(self, output: Any) -> dict[Any, int]:
+    def find_storages(self, output: Any) -> dict[Any, int]:
         """Return the bytes of each storage that the dense module would keep, autocast's copies by their own keys.
 
         Args:
@@ -93,19 +99,14 @@ class DenseForward:
         """
         for fake, real in zip(tree_leaves(self._output), tree_leaves(output), strict=False):
             if isinstance(fake, Tensor) and isinstance(real, Tensor):
-                self._same(fake, real)
-        found: dict[Any, int] = {}
+                self._match_storages(fake, real)
+        sizes: dict[Any, int] = {}
         for tensor, copy in self._saved:
-            for key, nbytes in storages(tensor):
-                found |= dict([self._keys.get(key, (key if copy is None else copy, nbytes))])
-        return found
+            for key, nbytes in find_storages(tensor):
+                sizes |= dict([self._keys.get(key, (key if copy is None else copy, nbytes))])
+        return sizes
 
-    def _shared(self, saved: Tensor) -> Any:
-        """Return the key of the copy that ``saved`` is, ``None`` if it is none that others share."""
-        leaf = copied_leaf(saved)
-        return None if leaf is None or id(leaf) not in self._real else shared_copy(self._real[id(leaf)])
-
-    def _twin(self, module: nn.Module) -> nn.Module:
+    def _make_twin(self, module: nn.Module) -> nn.Module:
         """Return a module of the dense class with fake parameters and buffers, twins for children, and no hooks."""
         cls = type(module)
         while issubclass(cls, Converted):
@@ -113,8 +114,8 @@ class DenseForward:
         twin = cls.__new__(cls)
         own = vars(module) | {name: OrderedDict() for name in _HOOKS}
         own.pop("forward", None)
-        own["_modules"] = {name: child and self._twin(child) for name, child in module._modules.items()}
-        own["_parameters"] = {name: self._parameter(value) for name, value in module._parameters.items()}
+        own["_modules"] = {name: child and self._make_twin(child) for name, child in module._modules.items()}
+        own["_parameters"] = {name: self._fake_parameter(value) for name, value in module._parameters.items()}
         own["_buffers"] = tree_map_only(Tensor, self._fake, dict(module._buffers))
         # Such as the parts of a flat parameter, which FSDP puts there while a module runs, or a weight with a norm.
         own |= {name: self._fake(value) for name, value in vars(module).items() if isinstance(value, Tensor)}
@@ -124,36 +125,36 @@ class DenseForward:
         vars(twin).update(own)
         return twin
 
-    def _parameter(self, parameter: Tensor | None) -> Tensor | None:
+    def _fake_parameter(self, parameter: Tensor | None) -> Tensor | None:
         if parameter is None:
             return None
         if id(parameter) not in self._fakes:
-            made = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
-            self._know(made, parameter)
+            fake = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+            self._pair(fake, parameter)
         return self._fakes[id(parameter)]
 
     def _fake(self, real: Tensor) -> Tensor:
         """Return a tensor like ``real`` without values, the same one each time."""
         if id(real) not in self._fakes:
-            made = _empty_like(real)
+            fake = _empty_like(real)
             if real.requires_grad and (real.is_leaf or is_expanded(real)):
-                made.requires_grad_()
+                fake.requires_grad_()
             elif real.requires_grad:  # a result, which may be written to
-                made.add_(torch.zeros((), dtype=real.dtype, device=real.device, requires_grad=True))
-            self._know(made, real)
+                fake.add_(torch.zeros((), dtype=real.dtype, device=real.device, requires_grad=True))
+            self._pair(fake, real)
         return self._fakes[id(real)]
 
-    def _know(self, fake: Tensor, real: Tensor) -> None:
+    def _pair(self, fake: Tensor, real: Tensor) -> None:
         self._fakes[id(real)], self._real[id(fake)] = fake, real
-        self._same(fake, real)
+        self._match_storages(fake, real)
 
-    def _same(self, fake: Tensor, real: Tensor) -> None:
+    def _match_storages(self, fake: Tensor, real: Tensor) -> None:
         """Let the storage of ``fake`` stand for that of ``real``, unless it stands for one already."""
-        for (key, _), known in zip(storages(fake), storages(real), strict=False):
-            self._keys.setdefault(key, known)
+        for (key, _), real_storage in zip(find_storages(fake), find_storages(real), strict=False):
+            self._keys.setdefault(key, real_storage)
 
 
-def _noting(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
+def _make_pack_hook(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a pack hook that notes what is saved; the list keeps no memory, since fake tensors have none."""
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,0 +1,187 @@
+"""What every callback of a fit needs: checks of its arguments, the fit that it is in, and warnings when that starts.
+
+``verbose`` of ``False`` or 0 prints nothing, 1 the most important once a fit, ``True`` or 2 all there is, each epoch.
+
+Lightning calls the hooks of a callback from whatever Trainer has it. A fit may run inside another, or beside it in
+another thread, and a callback may hear of the end of a validation that another Trainer runs meanwhile: what it has
+open, and has made of a model, belongs to the Trainer that began its fit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_actprune.codec.dispatch import kernel_refusals
+from lightning_actprune.codec.private import dispatch_modes
+from lightning_actprune.config import Keep, drops_blocks, shortened
+from lightning_actprune.report import LayerReport
+
+# === Arguments ========================================================================================================
+
+_Result = TypeVar("_Result")
+
+Verbosity: TypeAlias = bool | Literal[0, 1, 2]
+
+
+def run_check(check: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:
+    """Return ``check(*arguments, **named)``, with errors of arguments as the exception of Lightning's callbacks."""
+    try:
+        return check(*arguments, **keywords)
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def check_verbose(value: Any) -> Verbosity:
+    """Return ``value`` if it says how much to print.
+
+    Raises:
+        MisconfigurationException: If it does not.
+    """
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, Integral) or value not in (0, 1, 2):
+        raise MisconfigurationException(
+            f"`verbose` must be a bool, 0, 1 or 2, got {value!r}. HINT: 0 (or False) prints nothing, 1 the most "
+            "important once a fit, 2 (or True) all there is, in each epoch."
+        )
+    return int(value)  # type: ignore[return-value]
+
+
+def is_detailed(verbose: Verbosity) -> bool:
+    """Return whether to print all there is."""
+    return verbose is True or verbose == 2  # `True == 1`
+
+
+# === The fit that a callback is in ====================================================================================
+
+
+class TrainerCallback(pl.Callback):
+    """A callback of a Trainer: it says so to Fabric, which would take it and call none of its hooks."""
+
+    without_trainer: ClassVar[str]
+    """What does the same in a loop."""
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Refuse to be a callback of Fabric, which calls this when a module is set up."""
+        name = type(self).__name__
+        raise MisconfigurationException(
+            f"{name} is a callback of a Trainer, and Fabric calls none of its hooks, so it would do nothing. HINT: "
+            f"leave {name} out, and use {self.without_trainer}."
+        )
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Refuse the same where no module was set up together with its optimizer."""
+        self.on_after_setup(strategy, optimizer)
+
+
+class CurrentFit:
+    """Knows the Trainer whose fit a callback is in."""
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[pl.Trainer] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_trainer": None}  # a copy of the callback is in no fit
+
+    def begin(self, callback: pl.Callback, trainer: Any) -> None:
+        """Take note that a fit of ``trainer`` begins.
+
+        Raises:
+            MisconfigurationException: If the fit of another Trainer still runs, or it is one of another package.
+        """
+        if not isinstance(trainer, pl.Trainer):
+            name, package = type(callback).__name__, type(trainer).__module__.partition(".")[0]
+            raise MisconfigurationException(
+                f"{name} is a callback of `lightning.pytorch`, and got a Trainer of `{package}`. HINT: import Trainer, "
+                f"LightningModule and callbacks from one package, `import lightning.pytorch as pl` in place of "
+                f"`import {package} as pl`."
+            )
+        if self._runs_elsewhere(trainer):
+            name = type(callback).__name__
+            raise MisconfigurationException(
+                f"This {name} is in a fit of another Trainer, which still runs: one fit is inside the other, or they "
+                f"are in two threads. HINT: give each Trainer an {name} of its own."
+            )
+        self._trainer = weakref.ref(trainer)
+
+    def end(self, trainer: pl.Trainer) -> bool:
+        """Return whether the fit is over when ``trainer`` ends what it does."""
+        if self._runs_elsewhere(trainer):
+            return False
+        self._trainer = None
+        return True
+
+    def _runs_elsewhere(self, trainer: pl.Trainer) -> bool:
+        """Return whether the fit is one of another Trainer and not over.
+
+        A callback may not have heard of its end: one that raises in `on_exception` keeps that from others.
+        """
+        other = None if self._trainer is None else self._trainer()
+        return other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING
+
+
+# === Warnings at the start of a fit ===================================================================================
+
+
+def warn_of_surroundings(trainer: pl.Trainer, device: torch.device) -> None:
+    """Warn where no kernel runs, and where somebody looks at every operation of torch."""
+    dtype = torch.float64 if str(trainer.precision) == "64-true" else torch.float32
+    reasons = kernel_refusals(dtype, device, Keep.block_size, 1)
+    if reasons:
+        text = "; ".join(reason.partition(" (")[0] for reason in reasons)
+        rank_zero_warn(
+            f"The kernels of ActivationPruning do not run here ({text}), so plain PyTorch does their "
+            "work: as much memory is saved, but a step may take several times as long. HINT: train on an NVIDIA GPU of "
+            "compute capability 8.0 or newer, in float32, bfloat16 or float16."
+        )
+    modes = [type(mode).__name__ for mode in dispatch_modes()]
+    if modes:
+        rank_zero_warn(
+            f"A dispatch mode is open around the fit ({', '.join(modes)}). What is on the fast path only, such as "
+            "inputs that several layers share, is switched off while it is: less is saved, and a step takes longer. "
+            "HINT: count operations in a short run of its own."
+        )
+
+
+def warn_of_optimizers(trainer: pl.Trainer, total_steps: int | None, horizon: int | None) -> None:
+    """Warn where schedules would end early, since every optimizer counts its steps and the length was not given."""
+    count = len(trainer.optimizers)
+    if horizon is not None and total_steps is None and count > 1:
+        rank_zero_warn(
+            f"Schedules of the sparsity end at step {horizon}, the Trainer's estimate, which counts batches; but "
+            f"`trainer.global_step` counts the steps of all {count} optimizers, so that they may end early. HINT: set "
+            "`ActivationPruning(total_steps=...)` to the steps of all optimizers together."
+        )
+
+
+def warn_of_idle(converted: Sequence[LayerReport], last: dict[str, float]) -> None:
+    """Warn of layers that keep all their values as they are, at every step of the training.
+
+    Args:
+        converted: The converted layers.
+        last: The sparsity of each that drops blocks, when the training ends.
+    """
+    idle = [
+        layer.fqn
+        for layer in converted
+        if layer.keep is not None
+        and drops_blocks([layer.operator])
+        and layer.keep.bits is None
+        and not (layer.sparsity or last.get(layer.fqn))
+    ]
+    if idle:
+        one = len(idle) == 1
+        rank_zero_warn(
+            f"{len(idle)} converted {'layer keeps' if one else 'layers keep'} all values as they are (a sparsity of 0 "
+            f"without `bits`), which saves nothing: {shortened(idle)}. HINT: set a sparsity, or quantize the values "
+            "(`Keep(bits=4)`, or the preset 'balanced')."
+        )
