@@ -102,13 +102,6 @@ class _Buffer(NamedTuple):
     copy: Tensor | None
 
 
-class _Parameter(NamedTuple):
-    """A parameter after the first run."""
-
-    tensor: Tensor
-    version: int
-
-
 class FirstRun:
     """Records the first run of a module, and makes its second run compute the same.
 
@@ -131,7 +124,7 @@ class FirstRun:
         """Whether the second run is compared with this one, so that both need the exact inputs."""
         self._training = [inner.training for inner in self._modules]
         self._buffers: list[tuple[int, nn.Module, dict[str, _Buffer]]] = []
-        self._parameters: list[tuple[nn.Module, str, _Parameter]] = []
+        self._parameters: list[tuple[nn.Module, str, nn.Parameter, int]] = []
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
@@ -166,15 +159,18 @@ class FirstRun:
         self._find_written_buffers()
         self._record_generators(generators)
         self._parameters = [
-            (inner, name, _Parameter(parameter, parameter._version))
+            (inner, name, parameter, parameter._version)
             for inner in self._modules
             for name, parameter in inner._parameters.items()
             if parameter is not None and type(parameter) in _PLAIN
         ]
 
-    @contextmanager
-    def _restore(self) -> Iterator[None]:
-        """Restore what the first run started from, for the second run inside this context."""
+    def run_again(self, run: Callable[[], Any]) -> Any:
+        """Call ``run``, the second run, from the state in which the first one started, and return its result.
+
+        Raises:
+            RuntimeError: If the second run fails or computes something else. The text names the module.
+        """
         with ExitStack() as stack:
             stack.callback(self._restore_training())
             stack.callback(self._exchange_parameters())
@@ -184,15 +180,6 @@ class FirstRun:
                 set_python_generators(self._generators)
             if self._attention != _attention_kernels():
                 stack.enter_context(sdpa_kernel(list(self._attention)))
-            yield
-
-    def run_again(self, run: Callable[[], Any]) -> Any:
-        """Call ``run``, the second run, from the state in which the first one started, and return its result.
-
-        Raises:
-            RuntimeError: If the second run fails or computes something else. The text names the module.
-        """
-        with self._restore():
             try:
                 return self._run_and_compare(run) if self.is_compared else run()
             except Exception as error:
@@ -285,7 +272,7 @@ class FirstRun:
     def _exchange_parameters(self) -> Callable[[], None]:
         """Put the parameters of the first run into the module; return a function that undoes it."""
         originals = []
-        for inner, name, (parameter, version) in self._parameters:
+        for inner, name, parameter, version in self._parameters:
             original = inner._parameters.get(name)
             if parameter._version != version:
                 raise SecondRunError(
@@ -295,7 +282,7 @@ class FirstRun:
                 )
             if original is not parameter and type(original) in _PLAIN:
                 originals.append((inner, name, original))
-                inner._parameters[name] = parameter  # type: ignore[assignment]
+                inner._parameters[name] = parameter
 
         def undo() -> None:
             for inner, name, original in originals:
