@@ -172,9 +172,9 @@ class FirstRun:
             RuntimeError: If the second run fails or computes something else. The text names the module.
         """
         with ExitStack() as stack:
-            stack.callback(self._restore_training())
-            stack.callback(self._exchange_parameters())
-            stack.callback(self._exchange_buffers())
+            self._restore_training(stack)
+            self._restore_parameters(stack)
+            self._restore_buffers(stack)
             if self._generators is not None:
                 stack.callback(set_python_generators, python_generators())
                 set_python_generators(self._generators)
@@ -253,25 +253,15 @@ class FirstRun:
 
     # === Parameters and flags =============================================================================
 
-    def _restore_training(self) -> Callable[[], None]:
-        """Set the flags to those of the first run; return a function that undoes it."""
-        flags = [
-            (inner, inner.training)
-            for inner, training in zip(self._modules, self._training, strict=True)
-            if inner.training != training
-        ]
-        for inner, training in flags:
-            inner.training = not training
-
-        def undo() -> None:
-            for inner, training in flags:
+    def _restore_training(self, stack: ExitStack) -> None:
+        """Set the flags to those of the first run until ``stack`` closes."""
+        for inner, training in zip(self._modules, self._training, strict=True):
+            if inner.training != training:
+                stack.callback(setattr, inner, "training", inner.training)
                 inner.training = training
 
-        return undo
-
-    def _exchange_parameters(self) -> Callable[[], None]:
-        """Put the parameters of the first run into the module; return a function that undoes it."""
-        originals = []
+    def _restore_parameters(self, stack: ExitStack) -> None:
+        """Put the parameters of the first run into the module until ``stack`` closes."""
         for inner, name, parameter, version in self._parameters:
             original = inner._parameters.get(name)
             if parameter._version != version:
@@ -281,14 +271,8 @@ class FirstRun:
                     "the optimizer steps, or before anything else that writes to weights."
                 )
             if original is not parameter and type(original) in _PLAIN:
-                originals.append((inner, name, original))
+                stack.callback(inner._parameters.__setitem__, name, original)
                 inner._parameters[name] = parameter
-
-        def undo() -> None:
-            for inner, name, original in originals:
-                inner._parameters[name] = original
-
-        return undo
 
     # === Buffers ==========================================================================================
 
@@ -313,9 +297,8 @@ class FirstRun:
                 self._history.buffer_writers.add(number)
         self._buffers = [each for each in self._buffers if each[2] or each[1]._buffers]
 
-    def _exchange_buffers(self) -> Callable[[], None]:
-        """Put the buffers that the first run started with into the module; return a function that undoes it."""
-        originals = []
+    def _restore_buffers(self, stack: ExitStack) -> None:
+        """Put the buffers that the first run started with into the module until ``stack`` closes."""
         for number, inner, before in self._buffers:
             buffers = {}
             for name, buffer in before.items():
@@ -333,16 +316,8 @@ class FirstRun:
             if buffers.keys() != inner._buffers.keys() or any(
                 buffers[name] is not tensor for name, tensor in inner._buffers.items()
             ):
-                originals.append((inner, dict(inner._buffers)))
-                inner._buffers.clear()
-                inner._buffers.update(buffers)
-
-        def undo() -> None:
-            for inner, buffers in originals:
-                inner._buffers.clear()
-                inner._buffers.update(buffers)
-
-        return undo
+                stack.callback(_replace, inner._buffers, dict(inner._buffers))
+                _replace(inner._buffers, buffers)
 
     # === Generators of Python and NumPy ===================================================================
 
@@ -372,6 +347,11 @@ def _difference(one: Tensor | None, other: Tensor | None) -> float:
     if one is None or other is None:
         return inf
     return float(((one - other)[:-1].norm() / one[-1]).nan_to_num(inf))
+
+
+def _replace(values: dict[str, Any], others: dict[str, Any]) -> None:
+    values.clear()
+    values.update(others)
 
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -138,11 +138,12 @@ def test_compressed_layers_inside_make_the_second_run_small():
 
 
 class Normed(nn.Module):
-    """A block with running statistics, and a buffer that comes with the first call and is another one after each."""
+    """A block with running statistics, by two names, and a buffer that each call replaces, the first one adds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS)
+        self.alias = self.norm
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
