@@ -316,8 +316,10 @@ class FirstRun:
             if buffers.keys() != inner._buffers.keys() or any(
                 buffers[name] is not tensor for name, tensor in inner._buffers.items()
             ):
-                stack.callback(_replace, inner._buffers, dict(inner._buffers))
-                _replace(inner._buffers, buffers)
+                stack.callback(inner._buffers.update, dict(inner._buffers))
+                stack.callback(inner._buffers.clear)  # called before the update
+                inner._buffers.clear()
+                inner._buffers.update(buffers)
 
     # === Generators of Python and NumPy ===================================================================
 
@@ -347,11 +349,6 @@ def _difference(one: Tensor | None, other: Tensor | None) -> float:
     if one is None or other is None:
         return inf
     return float(((one - other)[:-1].norm() / one[-1]).nan_to_num(inf))
-
-
-def _replace(values: dict[str, Any], others: dict[str, Any]) -> None:
-    values.clear()
-    values.update(others)
 
 
 _PLAIN = (Tensor, nn.Parameter)
