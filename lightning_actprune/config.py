@@ -159,23 +159,11 @@ def check_block_size(value: Any, bits: int | None = None) -> int:
     return int(value)
 
 
-def check_scope(value: Any) -> Scope:
-    """Return ``value`` if it is one of ``Scope``, else raise ``ValueError``."""
-    if not isinstance(value, str) or value not in get_args(Scope):
-        hint = '"sample" lets all blocks of a sample compete (the paper), "token" those of a row, for long sequences.'
-        raise _wrong_argument("scope", '"sample" or "token"', value, hint, is_type=False)
-    return value  # type: ignore[return-value]
-
-
-def check_selection(value: Any) -> Selection:
-    """Return ``value`` if it is one of ``Selection``, else raise ``ValueError``."""
-    if not isinstance(value, str) or value not in get_args(Selection):
-        hint = (
-            '"largest" keeps the blocks of the largest norm (the paper), "swap" lets those near the threshold change '
-            'places at random, "unbiased" draws blocks at random and scales them up, so that their mean is the input.'
-        )
-        raise _wrong_argument("selection", '"largest", "swap" or "unbiased"', value, hint, is_type=False)
-    return value  # type: ignore[return-value]
+def _check_choice(value: Any, name: str, choices: Any, hint: str) -> None:
+    """Raise ``ValueError`` if ``value`` is none of the texts of the ``Literal`` type ``choices``."""
+    if not isinstance(value, str) or value not in get_args(choices):
+        allowed = " or ".join(", ".join(f'"{choice}"' for choice in get_args(choices)).rsplit(", ", 1))
+        raise _wrong_argument(name, allowed, value, hint, is_type=False)
 
 
 # === Settings of a tensor and of a module =================================================================
@@ -262,8 +250,13 @@ class Keep:
         else:
             object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
         object.__setattr__(self, "block_size", check_block_size(self.block_size, self.bits))
-        check_scope(self.scope)
-        check_selection(self.selection)
+        hint = '"sample" lets all blocks of a sample compete (the paper), "token" those of a row, for long sequences.'
+        _check_choice(self.scope, "scope", Scope, hint)
+        hint = (
+            '"largest" keeps the blocks of the largest norm (the paper), "swap" lets those near the threshold change '
+            'places at random, "unbiased" draws blocks at random and scales them up, so that their mean is the input.'
+        )
+        _check_choice(self.selection, "selection", Selection, hint)
         object.__setattr__(self, "max_dropped_energy", check_share(self.max_dropped_energy, "max_dropped_energy"))
         hint = "rows of a linear layer's input, such as 1024; 0 treats all inputs the same."
         object.__setattr__(self, "fine_rows", check_count(self.fine_rows, "fine_rows", hint))

@@ -55,31 +55,31 @@ def test_settings_are_plain_values():
 
 def test_the_first_rule_that_matches_counts_and_then_the_preset():
     own = Keep(bits=2)
-    made = Config(preset="balanced", rules={"head": None, "blocks.*.fc1": own, "type:norm": Keep(bits=8), "*.q": own})
+    settings = Config("balanced", rules={"head": None, "blocks.*.fc1": own, "type:norm": Keep(bits=8), "*.q": own})
     balanced = PRESETS["balanced"]
-    assert made.keep_of(["head"], "linear") is None
-    assert made.keep_of(["blocks.0.fc1"], "linear") == Keep(bits=2, fine_rows=1024)
-    assert made.keep_of(["blocks.0.norm"], "norm") == Keep(bits=8)
-    assert made.keep_of(["blocks.0.fc2"], "linear") == balanced["linear"]
-    assert made.keep_of(["other", "block.q"], "linear").bits == 2  # a layer may have several names
+    assert settings.keep_of(["head"], "linear") is None
+    assert settings.keep_of(["blocks.0.fc1"], "linear") == Keep(bits=2, fine_rows=1024)
+    assert settings.keep_of(["blocks.0.norm"], "norm") == Keep(bits=8)
+    assert settings.keep_of(["blocks.0.fc2"], "linear") == balanced["linear"]
+    assert settings.keep_of(["other", "block.q"], "linear").bits == 2  # a layer may have several names
 
 
 def test_what_a_rule_does_not_name_is_as_the_preset_says():
     rules = {"a": {"bits": 4}, "b": Keep(fine_rows=0), "c": Keep(bits=None, block_size=4), "d": Keep(block_size=4)}
-    made = Config("max", 0.5, rules=rules)
-    assert made.keep_of(["a"], "linear") == Keep(4, 0.5, max_dropped_energy=0.2, fine_rows=1024)
-    assert made.keep_of(["b"], "linear") == Keep(2, 0.5, max_dropped_energy=0.2, fine_rows=0)
-    assert made.keep_of(["c"], "norm").bits is None
+    settings = Config("max", 0.5, rules=rules)
+    assert settings.keep_of(["a"], "linear") == Keep(4, 0.5, max_dropped_energy=0.2, fine_rows=1024)
+    assert settings.keep_of(["b"], "linear") == Keep(2, 0.5, max_dropped_energy=0.2, fine_rows=0)
+    assert settings.keep_of(["c"], "norm").bits is None
     assert Config("paper", rules=rules).keep_of(["a"], "norm") == Keep(bits=4)
     with pytest.raises(ValueError, match=r"`rules\['d'\]` for 'norm': `block_size` .*bits=4, got 4.*HINT"):
-        made.keep_of(["d"], "norm")
+        settings.keep_of(["d"], "norm")
 
 
 def test_a_sparsity_without_a_preset_is_the_method_of_the_paper():
-    made = Config(sparsity=0.7)
-    assert made.keep_of(["fc"], "linear").sparsity == 0.7
-    assert made.keep_of(["fc"], "linear").bits is None
-    assert made.keep_of(["norm"], "norm") is None
+    settings = Config(sparsity=0.7)
+    assert settings.keep_of(["fc"], "linear").sparsity == 0.7
+    assert settings.keep_of(["fc"], "linear").bits is None
+    assert settings.keep_of(["norm"], "norm") is None
     assert Config(sparsity=0.7, block_size=16).keep_of(["fc"], "linear").block_size == 16
     assert Config().keep_of(["fc"], "linear") == PRESETS["balanced"]["linear"]
 

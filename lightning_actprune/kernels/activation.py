@@ -1,21 +1,21 @@
-"""Kernels of activation functions: outputs and codes of the derivative in one pass, gradients in another.
+"""Kernels of activation functions: output and codes of the derivative in one pass, the gradient in another.
 
-Maths and storage are those of ``operators.activation``. One pass forward reads ``x`` and writes ``y`` and codes, and
-one back. Rows of eight values in the order of memory are whole in a thread if these are of 16 bits, in two if they are
-of 32: loads and stores have 16 bytes and follow each other without gaps, and codes are joined in registers. Reading is
-bitwise that of the plain-torch form. Codes are so up to the last places of ``exp`` and the like: they are of
-derivatives that differ by as much.
+Maths and storage are those of ``operators.activation``. Forward reads ``x`` and writes ``y`` and codes; backward reads
+the gradient and codes and writes ``dx``. Bytes moved per value of v bytes with w bits: 2 v + w / 8 each way. A row is
+eight values in the order of memory, in one thread if they have 16 bits, in two if they have 32: so loads and stores
+have 16 bytes without gaps, and codes are joined in registers. Reading is bitwise that of the plain-torch form. Writing
+is so up to the last places of ``exp`` and the like, by which derivatives differ.
 
-Arithmetic is what the way forward costs: at 4.5 bytes a value an H200 has time for 33 instructions. So 16-bit ``y`` are
-made with the hardware's approximate exponential and inverse, whose errors are a thousandth of their last place, and the
-normal distribution of the GELU shares the density that its derivative needs::
+Forward is bound by arithmetic: at 4.5 bytes a value an H200 has time for 33 instructions. So a 16-bit ``y`` is computed
+with the hardware's approximate exponential and inverse, whose errors are a thousandth of its last place, and GELU
+derives the normal distribution from the density that its derivative needs::
 
     cdf(-|x|) = pdf(x) (c_1 t + .. + c_6 t^6),  t = 1 / (1 + 0.31 |x|),  pdf(x) = exp(-x^2/2) / sqrt(2 pi)
 
-The c were fitted in fp64 to a relative error below 5e-6, a hundredth of the last place of fp16, for |x| up to 13, so
-that there are none of the cancellations in the tail that ``1 + erf`` has. Factors of exponents are multiplied out.
-``y`` in fp32 is made with the functions of CUDA's library, as torch's is. The interpreter knows neither instructions
-nor library, so that there is a second form of each of these.
+The c were fitted in fp64 for |x| up to 13, to a relative error below 5e-6, a hundredth of the last place of fp16. So
+there is no cancellation in the tail, as in ``1 + erf``. Factors of exponents are multiplied out beforehand. A ``y`` in
+fp32 is computed with the functions of CUDA's library, as torch's is. The interpreter has neither these instructions nor
+the library, so each of these functions has a second form.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from lightning_actprune.kernels.launch import Launch
 
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
 TANH_SCALE, TANH_CUBE, QUICK = tl.constexpr(math.sqrt(2 / math.pi)), tl.constexpr(0.044715), tl.constexpr(1.702)
-"""Those of ``operators.activation``, which imports no Triton."""
+"""Constants of ``operators.activation``, which imports no Triton."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 CDF = tl.constexpr((0.31047263, 0.30190285, 0.33445307, 0.03947777, 0.452311, -0.18530896))
 LOG2_PDF = tl.constexpr(-1.3257480647361593)
-"""Of the density at zero."""
+"""Logarithm of the density at zero."""
 PLACE = tl.constexpr(formats.PLACE)
 ROW = tl.constexpr(8)
 """Values that share a hash."""
 RUN_ROWS = tl.constexpr(32)
-"""Rows that are read as NaN together."""
+"""Rows that are read as NaN together if one value of them is not finite."""
 
 
 def _upper_bits(bits: int) -> int:
-    """Return the sum of eight codes' worth of the bits of ``INTEGERS``, or four bytes' worth, as int32."""
+    """Return the sum, as int32, of the bits of ``INTEGERS`` above eight codes joined to one number, or four bytes."""
     total = sum(0x4B400000 << bits * place for place in range(min(8, 32 // bits)))
     return (total + 2**31) % 2**32 - 2**31
 
 
 INTEGERS = tl.constexpr(1.5 * 2.0**23)
-"""With this added, an fp32 number is rounded to an integer, which is its lowest bits."""
+"""An fp32 number plus this one is rounded to an integer, which is in the lowest bits of the sum."""
 UPPER_BITS = tl.constexpr(tuple(_upper_bits(bits) for bits in range(1, 9)))
 TILE = 128
-"""Rows that a program handles at once, twice: one a thread of 4 warps, so that no code changes its thread."""
+"""Rows that a program handles at once, twice: one for each thread of 4 warps, so that no code moves between threads."""
 
 
 @triton.jit
@@ -64,14 +64,15 @@ def activate_kernel(
     x_ptr, y_ptr, codes_ptr, count, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, MIDDLE: tl.constexpr,
     INVERSE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write ``y`` and the codes of ``2 TILE`` rows of ``x``.
+    """Write ``y`` and codes for ``2 TILE`` rows of ``x``.
 
-    ``P`` and ``Q`` are the function's parameters, ``MIDDLE`` what is read of code 0 on average, ``INVERSE`` that of the
-    step, ``LOW`` and ``HIGH`` the bits of the planes; ``EXACT``: the derivative is one bit.
+    ``x_ptr`` and ``y_ptr: [count]``, the same memory or not; ``codes_ptr``: bytes of the planes, then of lost runs.
+    ``P`` and ``Q`` are parameters of the function. ``MIDDLE`` is the mean of what is read for code 0, ``INVERSE`` the
+    inverse of the step, ``LOW`` and ``HIGH`` the bits of the planes. ``EXACT``: the derivative is one bit.
     """
     first = tl.program_id(0).to(tl.int64) * (2 * TILE)
     x = _load_tile(x_ptr, first, count, TILE)
-    next_x = _load_tile(x_ptr, first + TILE, count, TILE)  # before `y`, which may be `x`, is written
+    next_x = _load_tile(x_ptr, first + TILE, count, TILE)  # before `y` is written, which may be `x`
     for half in tl.static_range(2):
         row = first + half * TILE
         if EXACT:
@@ -96,15 +97,16 @@ def activation_grad_kernel(
     grad_ptr, codes_ptr, out_ptr, count, STEP: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dx`` of ``2 TILE`` rows.
+    """Write ``dx`` for ``2 TILE`` rows.
 
-    A code is read as ``SHIFT + STEP z``; ``EXACT``: as ``STEP`` if it is 1, else as ``SHIFT``, and by zero nothing is
-    multiplied, as in torch.
+    ``grad_ptr`` and ``out_ptr: [count]``; ``codes_ptr`` as in ``activate_kernel``. A code is read as
+    ``SHIFT + STEP z``. ``EXACT``: it is read as ``STEP`` if it is 1, else as ``SHIFT``, and a product with zero is
+    zero, as in torch.
     """
     first = tl.program_id(0).to(tl.int64) * (2 * TILE)
     rows = tl.cast(tl.cdiv(count, ROW), tl.int64)
     grad = _load_tile(grad_ptr, first, count, TILE)
-    next_grad = _load_tile(grad_ptr, first + TILE, count, TILE)  # before anything is written, to wait for both at once
+    next_grad = _load_tile(grad_ptr, first + TILE, count, TILE)  # before any store: one wait for both loads
     stored = _load_codes(codes_ptr, first, rows, LOW, HIGH, EXACT, TILE)
     next_stored = _load_codes(codes_ptr, first + TILE, rows, LOW, HIGH, EXACT, TILE)
     for half in tl.static_range(2):
@@ -138,11 +140,11 @@ def _store_tile(y_ptr, y, first, count, TILE: tl.constexpr):
 
 @triton.jit
 def _codes(derivative, first, MIDDLE: tl.constexpr, INVERSE: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Return codes ``[TILE, ROW]`` of derivatives, with bits above them, and which runs are lost, as int32."""
-    # Less a half, which MIDDLE is for, and rounded to nearest: cut off.
+    """Return codes ``[TILE, ROW]`` of derivatives, with other bits above them, and as int32 which runs are lost."""
+    # MIDDLE subtracts a half, so rounding to nearest truncates.
     dither = _dither(first + tl.arange(0, TILE), BITS, False).to(tl.float32, bitcast=True)
     total = tl.fma(derivative - MIDDLE, INVERSE, dither)
-    # Zero times a sum of what is not finite is NaN, which is not zero; a maximum of integers is one instruction.
+    # Zero times a sum that is not finite is NaN, so not zero. A maximum of integers is one instruction.
     lost = (tl.sum(total, axis=1) * 0.0 != 0.0).to(tl.int32)
     lost = tl.max(tl.reshape(lost, [TILE // RUN_ROWS, RUN_ROWS]), axis=1)
     return (total + (INTEGERS - (1 << BITS))).to(tl.int32, bitcast=True), lost
@@ -158,7 +160,7 @@ def _store_lost(runs_ptr, lost, first, rows, TILE: tl.constexpr):
 
 @triton.jit
 def pack_mask_kernel(mask_ptr, codes_ptr, count, TILE: tl.constexpr):
-    """Write ``TILE`` rows of a mask of ``count`` bytes that are 0 or 1, a bit each."""
+    """Write ``TILE`` rows of a mask as bits; ``mask_ptr: [count]``, bytes 0 or 1, ``codes_ptr: [count / 8]`` bytes."""
     first = tl.program_id(0).to(tl.int64) * TILE
     at = ((first + tl.arange(0, TILE)) * ROW)[:, None] + tl.arange(0, ROW)[None, :]
     kept = tl.load(mask_ptr + at, mask=at < count, other=0).to(tl.int32)
@@ -167,7 +169,7 @@ def pack_mask_kernel(mask_ptr, codes_ptr, count, TILE: tl.constexpr):
 
 @triton.jit
 def _dither(row, BITS: tl.constexpr, REST: tl.constexpr):
-    """Return ``u + 2^BITS`` as the bits of fp32 ``[R, ROW]``; ``REST``: with ``1 - u`` for ``u``."""
+    """Return ``u + 2^BITS`` as the bits of fp32 ``[R, ROW]``; ``REST``: with ``1 - u`` in place of ``u``."""
     h = mix(row.to(tl.uint32) * PLACE)
     if REST:
         h ^= 0xFFFFFFFF
@@ -193,9 +195,9 @@ def _store_codes(
 
 @triton.jit
 def _store_plane(plane_ptr, codes, first, rows, BITS: tl.constexpr, UPPER: tl.constexpr, TILE: tl.constexpr):
-    """Write the codes ``[TILE, ROW]`` of rows in a plane of ``BITS`` bits, a row as one number or as two.
+    """Write the codes ``[TILE, ROW]`` of rows to a plane of ``BITS`` bits, each row as one number, or as two of 8 bits.
 
-    ``UPPER`` is what the bits above the codes add up to in a number.
+    ``UPPER`` is the sum of the bits above the codes in such a number.
     """
     r, numbers_ptr = tl.arange(0, TILE), _numbers(plane_ptr, first, BITS)
     if BITS == 8:
@@ -211,7 +213,7 @@ def _store_plane(plane_ptr, codes, first, rows, BITS: tl.constexpr, UPPER: tl.co
 def _load_codes(
     codes_ptr, first, rows, LOW: tl.constexpr, HIGH: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Return the codes ``[TILE, ROW]`` of the rows from ``first`` on, and whether their runs are lost ``[TILE]``."""
+    """Return the codes ``[TILE, ROW]`` of the rows from ``first`` on, and which are in lost runs ``[TILE]``."""
     codes, r = _load_plane(codes_ptr, first, rows, LOW, TILE), tl.arange(0, TILE)
     if HIGH > 0:
         codes |= _load_plane(codes_ptr + rows * LOW, first, rows, HIGH, TILE) << LOW
@@ -240,7 +242,7 @@ def _load_plane(plane_ptr, first, rows, BITS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _numbers(plane_ptr, first, BITS: tl.constexpr):
-    """Return the plane from row ``first`` on, as integers of eight codes, or of four bytes."""
+    """Return the plane from row ``first`` on as integers that each hold eight codes, or four bytes."""
     plane_ptr += first * BITS
     if BITS >= 4:
         numbers_ptr = plane_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -253,7 +255,7 @@ def _numbers(plane_ptr, first, BITS: tl.constexpr):
 
 @triton.jit
 def two_valued(x, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """Return ``f(x)``, and whether the derivative is the higher one; a NaN stays NaN."""
+    """Return ``f(x)``, and where the derivative is the higher of its two values. A NaN stays NaN."""
     if FUNCTION == "relu":
         higher = (x <= 0.0) == 0
         y = tl.where(higher, x, 0.0)
@@ -318,7 +320,7 @@ def smooth(x, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FP32: tl
         y = tl.where(x > 0.0, x, P * _expm1(x))
         derivative = tl.where(x > 0.0, 1.0, P * _exp(x, False))
     elif FUNCTION == "mish":
-        # From 20 on all is constant in fp32; an Inf is left to become NaN, as in torch.
+        # From 20 on, results are constant in fp32. An Inf becomes NaN, as in torch.
         e = _exp(tl.where((x > 20.0) & (x < float("inf")), 20.0, x), FP32)
         n = e * (e + 2.0)
         y = tl.where(x > 20.0, x, x * (n / (n + 2.0)))
@@ -333,7 +335,7 @@ def smooth(x, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FP32: tl
 
 @triton.jit
 def widened(x):
-    """Return ``x`` in fp32; a pair of bf16 is taken apart by an instruction each, where the compiler takes three."""
+    """Return ``x`` in fp32. A pair of bf16 takes one instruction each, and not the compiler's three."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     return tl.inline_asm_elementwise(
@@ -383,7 +385,7 @@ def _tanh(x):
 @triton.jit
 def _expm1(x):
     if INTERPRETED:
-        # W. Kahan's: the rounding of exp(x) is undone by its own logarithm.
+        # W. Kahan's method: the logarithm of the rounded exp(x) undoes its rounding.
         e = tl.exp(x)
         safe = tl.where((e == 1.0) | (e < 0.5), 2.0, e)
         return tl.where(e == 1.0, x, tl.where(e < 0.5, e - 1.0, (e - 1.0) * x / tl.log(safe)))
@@ -402,18 +404,18 @@ def _log1p(x):
 def activate_launch(count: int, *constants: object) -> Launch:
     """Return the launch that writes ``y`` and codes of ``count`` values, given ``x``, ``y`` and codes.
 
-    ``x`` is dense and may be ``y``; ``constants`` are those of ``activate_kernel`` but for ``TILE``.
+    ``x`` has no gaps and may be ``y``. ``constants`` are those of ``activate_kernel`` without ``TILE``.
     """
     return Launch(activate_kernel, _grid(count), count, *constants, TILE, num_warps=4)
 
 
 def activation_grad_launch(count: int, *constants: object) -> Launch:
-    """Return the launch that writes ``dx`` of ``count`` values, given the gradient, codes and ``dx``, all dense."""
+    """Return the launch that writes ``dx`` of ``count`` values, given gradient, codes and ``dx`` without gaps."""
     return Launch(activation_grad_kernel, _grid(count), count, *constants, TILE, num_warps=4)
 
 
 def pack_mask_launch(count: int) -> Launch:
-    """Return the launch that writes the bits of a mask of ``count`` bytes that are 0 or 1, given both."""
+    """Return the launch that writes the bits of a mask of ``count`` bytes, each 0 or 1, given both."""
     return Launch(pack_mask_kernel, _grid(count), count, 2 * TILE, num_warps=4)
 
 

@@ -1,26 +1,27 @@
-"""Normalisation of channels: ``[images, channels, length]`` in memory, maths and storage of ``operators.channel_norm``.
+"""Normalisation of channels: ``[images, channels, length]`` in memory, by the maths of ``operators.channel_norm``.
 
-**Statistics**, two launches. Programs that each read a part of some channels write their mean and squared deviations:
-sums of differences from the mean of the part's first tile. Then a small kernel merges the parts of a channel in a fixed
-order: the same input gives the same statistics. It moves running statistics on as well, which are as many numbers, in a
-launch that is there anyway: ``running += momentum (found - running)``.
+**Statistics**, two launches. Programs that each read a part of some channels write its mean and squared deviations,
+from sums of differences to the mean of the part's first tile. A small kernel then merges the parts of a channel in a
+fixed order, so the same input gives the same statistics. It also moves the running statistics,
+``running += momentum (new - running)``.
 
-With d the distance of that first mean from the mean of the part, which has t times as many values, the part's variance
-is at least d^2 / t: so subtracting d^2 from the mean of squares loses no more than a factor of t + 1 in precision.
+Let d be the distance between that first mean and the mean of the part, which has t times as many values. The variance
+of the part is at least d^2 / t. So subtracting d^2 from the mean of squares loses at most a factor of t + 1 in
+precision.
 
-**Forward**, one pass over the flat memory after that normalises, writes the output and quantizes. The channels of a
-block follow from its place alone; where lengths and blocks fit, it has one, or one for each value, side by side.
+**Forward**, one pass over the flat memory after these: it normalises, writes the output and quantizes. The channels of
+a block follow from its place alone. If lengths and block size fit, a block has one channel, or one for each value.
 
-**Backward**, three launches: programs that each read a part of some channels, gradient and codes, write their sums of
-``g`` and ``g x~``; a small kernel adds the parts in a fixed order, and turns the sums into gradients of the parameters
-and three factors a channel; then one pass over the flat memory writes ``grad_x = f0 g + f1 x~ + f2``. Where channels
-have one value each (channels last), rows of whole blocks are as many pixels as it takes for both to end together: a
-program keeps its columns and goes through the rows. Longer channels are covered by blocks, of which the first and the
-last may be shared with the next channel, and are read for each of the two.
+**Backward**, three launches. Programs that each read a part of some channels, of gradient and codes, write their sums
+of ``g`` and ``g x~``. A small kernel adds the parts in a fixed order, and turns the sums into gradients of the
+parameters and three factors for each channel. One pass over the flat memory then writes ``grad_x = f0 g + f1 x~ + f2``.
+If channels have one value each (channels last), a row of blocks is as many pixels as it takes for both to end together;
+a program keeps its columns and goes through the rows. Longer channels are covered by blocks. The first and the last one
+may be shared with the next channel, and are then read for each of the two.
 
-Bytes moved per value of 16 bits with 4 bits in blocks of 32: 2 for the statistics, 2 + 2 + 0.56 after them (torch: 2
-and 2 + 2); backward 2 + 0.56, then 2 + 0.56 + 2 (torch: 2 + 2, then 2 + 2 + 2). A ReLU after it costs each pass 0.125
-more, its bits: behind what is stored of the values, whole bytes for each block (passes of its own: 2 + 2 + 0.125 and
+Bytes moved per value of 16 bits with 4 bits in blocks of 32: 2 for the statistics, then 2 + 2 + 0.56 (torch: 2, then
+2 + 2); backward 2 + 0.56, then 2 + 0.56 + 2 (torch: 2 + 2, then 2 + 2 + 2). A fused ReLU adds 0.125 to each pass for
+its bits, which are stored behind the values in whole bytes for each block (passes of its own: 2 + 2 + 0.125 and
 2 + 0.125 + 2).
 """
 
@@ -50,22 +51,22 @@ TILE_VALUES = 4096
 MOST_CHANNEL, MOST_CHANNELS = 1024, 64
 """Most values of a channel, and most channels, in such a tile."""
 STAGES = 4
-"""Tiles in shared memory, all but one of them on their way, as in ``column_sums``."""
+"""Tiles in shared memory, of which all but one are being loaded, as in ``sums``."""
 PROGRAMS = 4
-"""Programs wanted per multiprocessor, of four warps."""
+"""Programs per multiprocessor, of four warps each."""
 MOST_PARTS = 1024
-"""Most parts: those of a channel are merged by one program, all in registers."""
+"""Most parts, since one program merges those of a channel, all in registers."""
 MERGED_VALUES = 2048
 """Parts times channels of such a program: three numbers for each of 16 a thread."""
 MOST_COLS = 32
 """Most blocks side by side in a tile of the sums."""
 ADDED_ROWS, ADDED_CHANNELS = 256, 8
-"""Parts and channels that are added at once: there are hundreds of parts where there are few channels."""
+"""Parts and channels that are added at once: where there are few channels, there are hundreds of parts."""
 
 RunningTensors = tuple[Tensor, Tensor, Tensor | None]
-"""Running mean and variance ``[channels]`` in fp32, and the number of batches in int64, all without gaps."""
+"""Running mean and variance ``[channels]`` in fp32, and the number of batches in int64, all contiguous."""
 Spread = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]
-"""Makes numbers for each channel of statistics of sets, and of weight and bias."""
+"""Turns statistics of sets, weight and bias into numbers for each channel."""
 
 
 @triton.jit
@@ -73,10 +74,11 @@ def channel_statistics_kernel(
     x_ptr, partial_ptr, images, channels, units, share, LENGTH: tl.constexpr, PIXEL: tl.constexpr,
     CHANNELS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write mean, squared deviations and number of values of ``share`` units of each channel: ``[3, parts, channels]``.
+    """Write mean, squared deviations and number of values of ``share`` units of each channel.
 
-    A unit is a piece of a channel of one image or, of channels of one value, ``VALUES`` images; grid
-    ``(channels / CHANNELS, parts)``.
+    ``x_ptr: [images, channels, LENGTH]``, ``partial_ptr: [3, parts, channels]`` in fp32; grid
+    ``(channels / CHANNELS, parts)``. A unit is a piece of a channel of one image, or ``VALUES`` images of channels of
+    one value.
     """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     first = tl.program_id(1) * share
@@ -105,9 +107,9 @@ def channel_statistics_kernel(
 
 @triton.jit
 def _unit(u, channel, images, channels, LENGTH: tl.constexpr, PIXEL: tl.constexpr, VALUES: tl.constexpr):
-    """Return where the values ``[CHANNELS, VALUES]`` of unit ``u`` are, which there are, and how many of a channel.
+    """Return where the values ``[CHANNELS, VALUES]`` of unit ``u`` are, which exist, and how many a channel has.
 
-    ``PIXEL``: the channels once more, if they have one value; known to the compiler, they say how far it can read at
+    ``PIXEL`` is the number of channels if they have one value each: the compiler knows it, and so how much to read at
     once.
     """
     v = tl.arange(0, VALUES)
@@ -131,9 +133,10 @@ def merge_statistics_kernel(
     partial_ptr, out_ptr, mean_ptr, var_ptr, batches_ptr, parts, channels, eps, momentum, TRACKED: tl.constexpr,
     COUNTED: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Write mean, rstd and unbiased variance ``[3, channels]`` of parts ``[3, parts, channels]``.
+    """Write mean, rstd and unbiased variance of the parts.
 
-    ``TRACKED``: and move the running mean and variance, in fp32, towards them; ``COUNTED``: and count the batch.
+    ``partial_ptr: [3, parts, channels]``, ``out_ptr: [3, channels]``, fp32. ``TRACKED``: also move the running mean and
+    variance, ``mean_ptr`` and ``var_ptr: [channels]`` in fp32, towards them. ``COUNTED``: also count the batch.
     """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     p = tl.arange(0, PARTS)
@@ -162,7 +165,7 @@ def merge_statistics_kernel(
 
 @triton.jit
 def _move(running_ptr, found, share, mask):
-    """Move running numbers towards those found, as ``torch.lerp`` does."""
+    """Move running numbers by ``share`` of the way towards new ones, as ``torch.lerp`` does."""
     running = tl.load(running_ptr, mask=mask, other=0.0)
     way = found - running
     tl.store(running_ptr, tl.where(share < 0.5, running + share * way, found - way * (1.0 - share)), mask=mask)
@@ -174,7 +177,7 @@ def statistics_tile(channels: int, length: int) -> tuple[int, int]:
         group = min(MOST_CHANNELS, int(triton.next_power_of_2(channels)))
         return group, TILE_VALUES // group
     values = least_waste(length, MOST_CHANNEL)
-    # Channels that are not aligned are read one value at a time, each with an address of its own in registers.
+    # Unaligned channels are read one value at a time, with an address for each in registers.
     most = TILE_VALUES if length % 8 == 0 else TILE_VALUES // 2
     return min(max(most // values, 1), int(triton.next_power_of_2(channels))), values
 
@@ -186,26 +189,26 @@ def merge_tile(parts: int) -> tuple[int, int]:
 
 
 def least_waste(count: int, most: int) -> int:
-    """Return the power of two up to ``most``, and not less than a quarter, by which ``count`` is filled up least."""
+    """Return the power of two up to ``most``, and from a quarter of it on, whose multiples exceed ``count`` least."""
     sizes = [min(most // part, int(triton.next_power_of_2(count))) for part in (1, 2, 4)]
     return min(sizes, key=lambda size: ceil_div(count, size) * size)
 
 
 def parts_of(units: int, groups: int, device: torch.device) -> tuple[int, int]:
-    """Return into how many parts ``units`` are cut, of which each of ``groups`` is to be read, and units of a part."""
+    """Return the number of parts into which ``units`` are cut, for each of ``groups``, and the units of a part."""
     wanted = min(MOST_PARTS, ceil_div(PROGRAMS * multiprocessors(device), groups), units)
     share = ceil_div(units, wanted)
     return ceil_div(units, share), share
 
 
 class StatisticsLaunch:
-    """The launches that find the statistics of one kind of input.
+    """The launches that compute the statistics of one kind of input.
 
     Args:
         cut: Images, channels and length.
         eps: Added to the variance.
         device: Where the kernels run.
-        momentum: Of the running statistics, ``None`` if there are none to move.
+        momentum: Momentum of the running statistics, ``None`` if there are none.
         counted: Whether batches are counted.
     """
 
@@ -231,7 +234,7 @@ class StatisticsLaunch:
         self._merge = Launch(merge_statistics_kernel, grid, parts, channels, eps, *moved, padded, merged, num_warps=4)
 
     def __call__(self, x: Tensor, running: RunningTensors | None = None) -> Tensor:
-        """Return mean, rstd and unbiased variance ``[3, channels]``, and move ``running`` on."""
+        """Return mean, rstd and unbiased variance ``[3, channels]``, and update ``running``."""
         partial = x.new_empty(self.partial, dtype=torch.float32)
         found = x.new_empty(self.shape, dtype=torch.float32)
         self._find(x, partial)
@@ -249,10 +252,12 @@ def normalize_channels_kernel(
     BIASED: tl.constexpr, RELU: tl.constexpr, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, EXACT: tl.constexpr,
     B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``y`` and the quantized normalised values of ``TILE`` of ``nnz`` blocks of ``count`` values.
+    """Write ``y`` and the quantized normalised values of ``TILE`` blocks.
 
-    Of the statistics ``[2 or more, channels]``, mean and rstd are read. ``CHANNELS`` is 0 for one image, whose channels
-    the compiler need not know. ``EXACT``: the last block is whole. ``RELU``: negative values of ``y`` are zero.
+    ``x_ptr`` and ``y_ptr: [count]``, flat; ``statistics_ptr: [2 or more, channels]``, mean and rstd; ``weight_ptr`` and
+    ``bias_ptr: [channels]``; ``values_ptr``: bytes of ``nnz`` blocks, then the bits of the ReLU. ``CHANNELS`` is 0 for
+    one image, whose number of channels the compiler need not know. ``EXACT``: the last block is whole. ``RELU``:
+    negative values of ``y`` are zero.
     """
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exist = (place >= 0) & (place < nnz)  # of nearly 2^31 blocks, the last tile reaches beyond int32
@@ -277,7 +282,7 @@ def normalize_channels_kernel(
 
 @triton.jit
 def channels_at(place, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the channel of each value of blocks, ``[R, BLOCK]``, or ``[R, 1]`` where no block has two."""
+    """Return the channel of each value of blocks, ``[R, BLOCK]``, or ``[R, 1]`` if no block has two."""
     e = tl.arange(0, BLOCK)[None, :]
     first = place.to(tl.int64) * B
     plane = first // LENGTH
@@ -298,7 +303,7 @@ def channels_at(place, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, B: tl.const
 def row_of(ptr, row: tl.constexpr, channels, CHANNELS: tl.constexpr):
     """Return row ``row`` of a tensor ``[rows, channels]``.
 
-    Known to the compiler, the number of channels says whether it is aligned.
+    If the compiler knows the number of channels, it knows whether the row is aligned.
     """
     if CHANNELS > 0:
         row_ptr = ptr + row * CHANNELS
@@ -309,7 +314,7 @@ def row_of(ptr, row: tl.constexpr, channels, CHANNELS: tl.constexpr):
 
 @triton.jit
 def per_channel(ptr, channel, exist, inside):
-    """Return the fp32 number of each channel; of what does not exist, zero."""
+    """Return the fp32 number of each channel, zero where none exists."""
     mask = inside
     if channel.shape[1] == 1:
         mask = exist[:, None]
@@ -318,7 +323,7 @@ def per_channel(ptr, channel, exist, inside):
 
 @triton.jit
 def inside_flat(place, exist, count, EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Return which values of blocks there are, ``[R, BLOCK]``."""
+    """Return which values ``[R, BLOCK]`` of blocks exist."""
     e = tl.arange(0, BLOCK)[None, :]
     inside = exist[:, None] & (e < B)
     if not EXACT:
@@ -328,7 +333,7 @@ def inside_flat(place, exist, count, EXACT: tl.constexpr, B: tl.constexpr, BLOCK
 
 @triton.jit
 def load_flat(x_ptr, place, exist, inside, EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the values ``[R, BLOCK]`` of blocks of a flat tensor; not defined where not ``inside``."""
+    """Return the values ``[R, BLOCK]`` of blocks of a flat tensor, undefined where not ``inside``."""
     first_ptr = x_ptr + place.to(tl.int64) * B
     if EXACT:
         return load_rows(first_ptr, place * 0, exist, B, B, BLOCK)
@@ -344,9 +349,9 @@ def store_flat(y_ptr, y, place, inside, B: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bits_of(values_ptr, nnz, place, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
-    """Return pointers ``[R, units]`` to the bits of blocks, in units of 16 where these are whole, and which there are.
+    """Return pointers ``[R, units]`` to the bits of blocks, in units of 16 if these are whole, and which exist.
 
-    They start at the first multiple of 16 bytes behind what is stored of ``nnz`` blocks, see ``bits_start``.
+    They start at the first multiple of 16 bytes behind the values of ``nnz`` blocks, see ``bits_start``.
     """
     EACH: tl.constexpr = 16 if B % 16 == 0 else 8
     UNITS: tl.constexpr = (B + EACH - 1) // EACH
@@ -379,19 +384,19 @@ def load_bits(values_ptr, nnz, place, exist, B: tl.constexpr, BLOCK: tl.constexp
 
 
 def bits_start(blocks: int, row_bytes: int) -> int:
-    """Return where the bits of a ReLU start, behind so many blocks."""
+    """Return the byte at which the bits of a ReLU start, behind the values of so many blocks."""
     return ceil_div(blocks * row_bytes, 16) * 16
 
 
 class Stored(NamedTuple):
-    """How channels lie in memory, and how they are stored.
+    """Layout of channels in memory, and format in which they are stored.
 
     Args:
         cut: Images, channels and length.
         block_size: Values per block, in [1, values].
         bits: Bits of a stored value.
         device: Where the kernels run.
-        relu: Whether the output is that of a ReLU, whose bits are stored with the values.
+        relu: Whether the output is that of a ReLU, whose bits are stored behind the values.
     """
 
     cut: tuple[int, int, int]
@@ -402,12 +407,12 @@ class Stored(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Values in all."""
+        """Number of values."""
         return math.prod(self.cut)
 
     @property
     def blocks(self) -> int:
-        """Blocks in all."""
+        """Number of blocks."""
         return ceil_div(self.numel, self.block_size)
 
     @property
@@ -417,14 +422,14 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is stored: the bytes of each block, flat if there are bits behind them."""
+        """Shape of the stored bytes: those of each block, or flat if bits follow them."""
         if not self.relu:
             return self.blocks, self.row_bytes
         return (bits_start(self.blocks, self.row_bytes) + self.blocks * ceil_div(self.block_size, 8),)
 
 
 def flat_constants(stored: Stored) -> dict[str, int | bool]:
-    """Return the last compile-time constants of a kernel that goes through the flat memory."""
+    """Return the last compile-time constants of a kernel that runs over the flat memory."""
     images, channels, length = stored.cut
     block, tile = whole_blocks(stored.block_size)
     exact = stored.numel % stored.block_size == 0
@@ -434,7 +439,7 @@ def flat_constants(stored: Stored) -> dict[str, int | bool]:
 
 
 def flat_launch(kernel: object, stored: Stored, flags: tuple[bool, ...]) -> Launch:
-    """Return the launch of such a kernel, whose numbers are the values, the blocks and the channels."""
+    """Return the launch of such a kernel, whose numbers are those of values, blocks and channels."""
     constants = flat_constants(stored)
     grid = (ceil_div(stored.blocks, int(constants["TILE"])),)
     sizes = stored.numel, stored.blocks, stored.cut[1]
@@ -447,9 +452,11 @@ def pixel_sums_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     RELU: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of ``g x~`` and ``g`` over ``share`` tiles of rows of ``columns`` blocks: ``[2, parts, row]``.
+    """Write the sums of ``g x~`` and ``g`` over ``share`` tiles of rows; grid ``(columns / COLS, parts)``.
 
-    Grid ``(columns / COLS, parts)``; the last row may be cut off. ``RELU``: ``g`` is zero where the bit of one is.
+    ``grad_ptr: [count]``, flat; ``values_ptr`` as in ``normalize_channels_kernel``;
+    ``partial_ptr: [2, parts, columns * B]`` in fp32. Rows have ``columns`` blocks, and the last one may be cut off.
+    ``RELU``: ``g`` is zero where its bit is zero.
     """
     n = tl.arange(0, ROWS * COLS)
     j = tl.program_id(0) * COLS + n % COLS
@@ -482,10 +489,11 @@ def channel_sums_kernel(
     CHANNELS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     RELU: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of ``g x~`` and ``g`` over ``share`` units of each channel: ``[2, parts, channels]``.
+    """Write the sums of ``g x~`` and ``g`` over ``share`` units of each channel; grid ``(channels / CHANNELS, parts)``.
 
-    A unit is one of ``PIECES`` of a channel of an image, ``COLS`` of the blocks that cover it; grid
-    ``(channels / CHANNELS, parts)``.
+    ``grad_ptr: [images, channels, LENGTH]``; ``values_ptr`` as in ``normalize_channels_kernel``;
+    ``partial_ptr: [2, parts, channels]`` in fp32. A unit is one of ``PIECES`` of a channel of an image: ``COLS`` of the
+    blocks that cover it.
     """
     n = tl.arange(0, CHANNELS * COLS)
     channel = tl.program_id(0) * CHANNELS + n // COLS
@@ -495,7 +503,7 @@ def channel_sums_kernel(
     for u in range(first, tl.minimum(first + share, units)):
         start = ((n * 0 + u // PIECES).to(tl.int64) * channels + channel) * LENGTH
         place = (start // B).to(tl.int32) + (u % PIECES) * COLS + n % COLS
-        at = place.to(tl.int64) * B - start  # of a block's first value, in its channel
+        at = place.to(tl.int64) * B - start  # position of a block's first value in its channel
         exist = (channel < channels) & (place >= 0) & (place < nnz) & (at < LENGTH)
         if LENGTH % B == 0:
             inside = inside_flat(place, exist, 0, True, B, BLOCK)
@@ -529,7 +537,11 @@ def channel_grad_kernel(
     LENGTH: tl.constexpr, EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``grad_x = scale g + slope x~ + shift`` of ``TILE`` blocks; as ``normalize_channels_kernel``."""
+    """Write ``grad_x = scale g + slope x~ + shift`` for ``TILE`` blocks.
+
+    ``grad_ptr`` and ``grad_x_ptr: [count]``, flat; ``factors_ptr: [3, channels]`` in fp32; all else as in
+    ``normalize_channels_kernel``.
+    """
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exist = (place >= 0) & (place < nnz)
     inside = inside_flat(place, exist, count, EXACT, B, BLOCK)
@@ -544,7 +556,7 @@ def channel_grad_kernel(
 
 
 def pixel_tile(channels: int, block_size: int) -> dict[str, int]:
-    """Return the sizes at compile time of ``pixel_sums_kernel`` for pixels of so many channels."""
+    """Return the compile-time sizes of ``pixel_sums_kernel`` for pixels of so many channels."""
     block, tile = whole_blocks(block_size)
     columns = math.lcm(channels, block_size) // block_size
     cols = min(least_waste(columns, MOST_COLS), tile)
@@ -552,9 +564,9 @@ def pixel_tile(channels: int, block_size: int) -> dict[str, int]:
 
 
 def channel_tile(channels: int, length: int, block_size: int) -> dict[str, int]:
-    """Return the sizes at compile time of ``channel_sums_kernel``."""
+    """Return the compile-time sizes of ``channel_sums_kernel``."""
     block, tile = whole_blocks(block_size)
-    # Blocks that a channel may touch, wherever it starts.
+    # The most blocks that a channel touches, wherever it starts.
     cover = length // block_size if length % block_size == 0 else (length + block_size - 2) // block_size + 1
     cols = min(least_waste(cover, MOST_COLS), tile)
     group = min(tile // cols, int(triton.next_power_of_2(channels)))
@@ -563,10 +575,10 @@ def channel_tile(channels: int, length: int, block_size: int) -> dict[str, int]:
 
 
 class SumsLaunch:
-    """The launch that sums the channels of one kind of gradient, and its parts ``[2, parts, channels]``.
+    """The launch that sums the channels of one kind of gradient, in parts ``[2, parts, channels]``.
 
     Args:
-        stored: The kind of input that the gradient is of.
+        stored: Layout and format of the input that the gradient belongs to.
     """
 
     def __init__(self, stored: Stored) -> None:
@@ -602,10 +614,12 @@ def add_sums_kernel(
     WEIGHTED: tl.constexpr, FIXED: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Add ``rows`` sums of each channel, ``[2, rows, channels]``, and write the factors ``[3, channels]``.
+    """Add ``rows`` sums of each channel, and write the factors and the gradients of the parameters.
 
-    ``each``: values of a channel. ``FIXED``: mean and rstd were given, and depend on nothing. ``OF_WEIGHT``,
-    ``OF_BIAS``: whether the sums, gradients of the parameters, are written.
+    ``partial_ptr: [2, rows, channels]`` and ``factors_ptr: [3, channels]``, fp32;
+    ``statistics_ptr: [2 or more, channels]``; ``weight_ptr``, ``of_weight_ptr`` and ``of_bias_ptr: [channels]``.
+    ``each``: values of a channel. ``FIXED``: mean and rstd were passed in, and get no gradient. ``OF_WEIGHT``,
+    ``OF_BIAS``: whether these gradients are written.
     """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     along = tl.zeros([ROWS, CHANNELS], tl.float32)
@@ -634,7 +648,7 @@ def add_sums_kernel(
 
 
 def add_launch(rows: int, cut: tuple[int, int, int], weighted: bool, fixed: bool, wanted: tuple[bool, bool]) -> Launch:
-    """Return the launch that adds ``rows`` sums of each channel; ``wanted``: of the gradients of weight and bias."""
+    """Return the launch that adds ``rows`` sums of each channel; ``wanted``: the gradients of weight and bias."""
     images, channels, length = cut
     constants = rows, channels, float(images * length), weighted, fixed, *wanted, ADDED_ROWS, ADDED_CHANNELS
     return Launch(add_sums_kernel, (ceil_div(channels, ADDED_CHANNELS),), *constants, num_warps=4)
@@ -644,15 +658,15 @@ class ChannelNormLaunch:
     """The launches of forward.
 
     Args:
-        stored: The kind of input.
-        sets: How the memory is cut into the values that have one mean: as into channels, or one for each group.
+        stored: Layout and format of the input.
+        sets: Images, sets and length: a set is the values that share a mean, a channel or a group.
         eps: Added to the variance.
         parameters: Whether there are a weight and a bias.
-        momentum: Of the running statistics, ``None`` if there are none to move.
+        momentum: Momentum of the running statistics, ``None`` if there are none.
         counted: Whether batches are counted.
         dtype: Type of the output.
         copied: Whether the input has to be made contiguous.
-        spread: Where sets are not channels, what makes them so.
+        spread: Turns numbers of sets into numbers of channels, ``None`` if sets are channels.
     """
 
     __slots__ = ("_copied", "_dtype", "_normalize", "_shape", "_spread", "_statistics")
@@ -682,9 +696,9 @@ class ChannelNormLaunch:
         fixed: Tensor | None,
         running: RunningTensors | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y``, the quantized normalised values and the statistics of the sets, and move ``running`` on.
+        """Return ``y``, the bytes of the normalised values and the statistics of the sets, and update ``running``.
 
-        ``fixed``: statistics to take instead of those of ``x``.
+        ``fixed``: statistics to use instead of those of ``x``.
         """
         if self._copied:
             x = x.contiguous()
@@ -704,17 +718,17 @@ class ChannelNormGradLaunch:
     """The launches of backward.
 
     Args:
-        stored: The kind of input.
+        stored: Layout and format of the input.
         weighted: Whether there is a weight.
-        fixed: Whether mean and rstd were given, and depend on nothing.
-        wanted: Whether the gradients of input, weight and bias are.
+        fixed: Whether mean and rstd were passed in, and get no gradient.
+        wanted: Whether the gradients of input, weight and bias are wanted.
     """
 
     __slots__ = ("_add", "_factors", "_grad", "sums")
 
     def __init__(self, stored: Stored, weighted: bool, fixed: bool, wanted: tuple[bool, bool, bool]) -> None:
         self.sums = SumsLaunch(stored)
-        """Sums ``g x~`` and ``g`` of each channel, in parts."""
+        """Sums of ``g x~`` and ``g`` of each channel, in parts."""
         self._add = add_launch(self.sums.shape[1], stored.cut, weighted, fixed, wanted[1:])
         self._factors = 3, stored.cut[1]
         self._grad = flat_launch(channel_grad_kernel, stored, (stored.relu,)) if wanted[0] else None

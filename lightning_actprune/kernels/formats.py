@@ -1,20 +1,20 @@
-"""Quantized blocks in kernels: values to bytes and back, maths and storage of ``codec.formats``, bit for bit.
+"""Quantized blocks in kernels: values to bytes and back, by the maths and storage of ``codec.formats``, bit for bit.
 
-What a kernel must know of a number of bits and a block size is one integer at compile time, ``FORMAT`` (see
-``encode_format``), 0 if values are stored as they are: such a kernel has none of the code below.
+A kernel knows the number of bits and the block size as one integer at compile time, ``FORMAT`` (see ``encode_format``).
+It is 0 if values are stored unchanged: such a kernel contains none of the code below.
 
-Reading rounds once. Neither the dither nor codes are converted: ``1 - u`` has the bits of ``u`` inverted, and next to
-the bits of the code they are those of ``z = q + 2^v + 1 - u`` as fp32. A fused multiply-add then gives ::
+Reading rounds once, and converts neither dither nor codes. ``1 - u`` has the inverted bits of ``u``; placed behind the
+bits of the code, they form ``z = q + 2^v + 1 - u`` as an fp32 number. A fused multiply-add then gives ::
 
     base + scale (q + 1/2 - u) = start + scale z,  start = base + scale (1/2 - 2^v - 1)
 
-where ``start`` is exact, a multiple of ``scale / 32`` below 2^15 of them, times a scale of 4 bits. A plane of codes is
-taken apart in registers.
+where ``start`` is exact: a multiple of ``scale / 32`` below 2^15 of them, times a scale of 4 bits. A plane of codes is
+split in registers.
 
-Writing costs arithmetic, so that its instructions are counted. Dither and code are never converted: ``u + 2^v`` is put
-together from the hash, an exclusive or a value, and the code is v bits of the sum. That is added by a fused
-multiply-add, whose product is exact, to a product that is rounded before: what a compiler fuses besides can change no
-code. A plane of codes is joined to bytes in registers: neighbouring values of a block are in one thread.
+Writing is bound by arithmetic, so its instructions are counted. It converts neither dither nor codes either:
+``u + 2^v`` is composed from the hash with one exclusive or per value, and the code is v bits of the sum. The sum is a
+fused multiply-add whose product is exact, of a term that was rounded before, so no further fusion by a compiler changes
+a code. Codes of a plane are joined to bytes in registers, since neighbouring values of a block are in one thread.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ from lightning_actprune.kernels.launch import INTERPRETED
 
 PLACE = tl.constexpr(formats.PLACE)
 DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
-"""Least difference of two dithers, in the last places of their sum with a code."""
+"""Smallest difference of two dithers, in units of the last place of their sum with a code."""
 NUMBER_BITS = tl.constexpr((MAX_BLOCK_SIZE - 1).bit_length())
 """Bits of the number of a value in its block."""
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
 NAN = tl.constexpr(0x7FC00000)
 ROUNDS_TWICE = tl.constexpr(INTERPRETED)
 THREAD_VALUES = 64 if INTERPRETED else 16
-"""Values that a thread stores or reads at once; the interpreter takes the same time for more of them."""
+"""Values that a thread stores or reads at once. The interpreter takes the same time for more of them."""
 MIX_A, MIX_FIRST, MIX_B, MIX_SECOND = (tl.constexpr(constant) for constant in formats.MIX)
 MOST_SCALE = tl.constexpr(formats.MOST_SCALE)
 PER_SPREAD, PER_REACH = (tl.constexpr(tuple(formats.NEEDS[bits][part] for bits in range(1, 9))) for part in range(2))
-"""What the scale is at least, of codes of 1 to 8 bits."""
+"""Smallest scale for a spread or a reach of 1, for codes of 1 to 8 bits."""
 STEPS_OF = tl.constexpr(tuple(formats.STEPS_OF[bits] for bits in range(1, 9)))
-"""Steps of the base in a scale."""
+"""Steps of the base in a scale, for codes of 1 to 8 bits."""
 INTEGERS = tl.constexpr(1.5 * 2.0**23)
-"""With this added, an integer is the lowest bits of an fp32 number."""
+"""An integer plus this number is in the lowest bits of the fp32 sum."""
 SLOW_REDUCTIONS = tl.constexpr(INTERPRETED)
-"""The interpreter knows a few reductions, and takes a hundred times as long for any other."""
+"""The interpreter has a few fast reductions, and takes a hundred times as long for any other."""
 LEAST_SCALE = tl.constexpr(struct.unpack("i", struct.pack("f", formats.LEAST_SCALE))[0])
-"""As bits."""
+"""The bits of the smallest scale."""
 
 
 def encode_format(bits: int, block_size: int) -> int:
-    """Return ``FORMAT``.
+    """Return ``FORMAT``, 0 if values are stored unchanged.
 
-    From its highest bit on: bytes of a block, bits of codes that are read and written as one number (in 8 bits), 8
-    zeros, bits of a code in the first plane (4) and in the second (4).
+    From its highest bit on: bytes of a block, bits of codes that are read and written as one number (8 bits), 8 zeros,
+    bits of a code in the first plane (4) and in the second (4).
     """
     if not bits:
         return 0
     planes = formats.PLANES[bits]
     first, second = (*planes, 0)[:2]
-    # Words, not bytes, where blocks consist of these: a quarter of the accesses.
+    # If blocks are whole words, access words: a quarter of the accesses that bytes take.
     unit = 32 if all(block_size * plane % 32 == 0 for plane in planes) else 8
     return formats.row_bytes(block_size, bits, 0) << 24 | unit << 16 | first << 4 | second
 
 
 @triton.jit
 def mix(h):
-    """Return a hash of each uint32, good in its highest 16 bits and more."""
+    """Return a hash of each uint32, whose highest 16 bits and more are good."""
     h = (h ^ (h >> MIX_A)) * MIX_FIRST
     return (h ^ (h >> MIX_B)) * MIX_SECOND
 
 
 def values_layout(kept: int, block_size: int, stored: int) -> tuple[tuple[int, int], torch.dtype | None]:
-    """Return shape and dtype of the values of so many blocks, ``None`` for that of the input; ``stored``: FORMAT."""
+    """Shape and dtype of the values of ``kept`` blocks, ``None`` for the input's; ``stored`` is FORMAT."""
     return ((kept, stored >> 24), torch.uint8) if stored else ((kept, block_size), None)
 
 
 def tile_width(block_size: int) -> int:
-    """Return the values along a block of a tile of whole blocks: 8 at least, of which codes of one bit are a byte."""
+    """Return the values of a block in a tile of whole blocks: at least 8, whose codes of one bit are a byte."""
     return max(8, int(triton.next_power_of_2(block_size)))
 
 
 def whole_blocks(block_size: int) -> tuple[int, int]:
-    """Return ``(BLOCK, TILE)``: the width of whole blocks, and how many a program of 4 warps handles at once."""
+    """Return ``(BLOCK, TILE)``: the width of whole blocks, and the blocks that a program of 4 warps handles at once."""
     block = tile_width(block_size)
     return block, max(1, THREAD_VALUES * 32 * 4 // block)
 
@@ -95,9 +95,10 @@ def whole_blocks(block_size: int) -> tuple[int, int]:
 def dequantize_tile(
     values_ptr, count, place, stored, first, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Return the values ``first`` to ``first + BLOCK`` of the blocks at ``place`` (int32) of ``count`` as fp32.
+    """Return the values ``first`` to ``first + BLOCK`` of blocks as fp32 ``[R, BLOCK]``.
 
-    Zero where not ``stored``; what lies beyond ``B`` is not defined. ``first`` is a multiple of 64.
+    ``values_ptr``: bytes of ``count`` blocks; ``place: [R]``, int32. Values are zero where not ``stored``, and
+    undefined from ``B`` on. ``first`` is a multiple of 64.
     """
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
@@ -115,7 +116,7 @@ def dequantize_tile(
 
 @triton.jit
 def multiply_add(a, b, c):
-    """Return ``a b + c``, rounded once; the interpreter's own fused multiply-add is rounded twice."""
+    """Return ``a b + c``, rounded once. The interpreter's own fused multiply-add rounds twice."""
     if ROUNDS_TWICE:
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     return tl.fma(a, b, c)
@@ -123,13 +124,13 @@ def multiply_add(a, b, c):
 
 @triton.jit
 def plane_of(plane_ptr, place, B: tl.constexpr, BITS: tl.constexpr):
-    """Return pointers to the codes of the blocks at ``place`` in a plane."""
+    """Return pointers to the codes in a plane of the blocks at ``place``."""
     return plane_ptr + place.to(tl.int64) * ((B * BITS + 7) // 8)
 
 
 @triton.jit
 def headers_of(values_ptr, count, place, FORMAT: tl.constexpr):
-    """Return pointers to the headers of the blocks at ``place``, int16."""
+    """Return pointers to the headers, int16, of the blocks at ``place``."""
     headers_ptr = values_ptr + tl.cast(count, tl.int64) * ((FORMAT >> 24) - 2)
     return headers_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + place
 
@@ -138,11 +139,11 @@ def headers_of(values_ptr, count, place, FORMAT: tl.constexpr):
 def dither(header, place, e, B: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr):
     """Return ``2^MORE (u + 2^BITS)`` as the bits of fp32 ``[R, len(e)]``: sign and exponent, hash, a half, zeros.
 
-    ``REST``: with ``1 - u`` for ``u``.
+    ``REST``: with ``1 - u`` in place of ``u``.
     """
     h = mix((header.to(tl.uint32, bitcast=True) << 16) + place.to(tl.uint32) * PLACE)
     if REST:
-        h ^= 0xFFFFFFFF  # here and not per value, where it would be an instruction more
+        h ^= 0xFFFFFFFF  # here, since per value it would be one more instruction
     SHIFT: tl.constexpr = 9 + BITS
     FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
     h = ((h >> SHIFT) & FRACTION) | (((127 + MORE + BITS) << 23) + DITHER_STEP // 2)
@@ -151,9 +152,9 @@ def dither(header, place, e, B: tl.constexpr, BITS: tl.constexpr, MORE: tl.const
 
 @triton.jit
 def _reversed(e, B: tl.constexpr, HIGHEST: tl.constexpr):
-    """Return the bits of ``e`` (int32), which is below ``B``, in reverse order, from ``HIGHEST`` down.
+    """Return the bits of ``e`` (int32, below ``B``) in reverse order, from ``HIGHEST`` down.
 
-    A thread has 8 or 16 neighbours, whose lowest bits are known to the compiler: of these nothing is left but a number.
+    A thread has 8 or 16 neighbours, whose lowest bits the compiler knows: these become constants.
     """
     low, high = e * 0, e * 0
     for bit in tl.static_range(4):
@@ -166,9 +167,9 @@ def _reversed(e, B: tl.constexpr, HIGHEST: tl.constexpr):
 
 @triton.jit
 def _scale_and_start(header, BITS: tl.constexpr):
-    """Return the scale of blocks, and what is read less ``scale (q + 2^BITS + 1 - u)``: see above.
+    """Return the scale of blocks, and ``start`` of the formula above.
 
-    ``header`` is int32, its upper half the sign of the lower.
+    ``header`` is int32, with its upper half filled with the sign of the lower.
     """
     code = header & 511
     scale = tl.where(code == 0, 0, tl.where(code == LOST, NAN, (code + SCALE_CODES) << 20))
@@ -201,18 +202,21 @@ def load_blocks(
     x_ptr, n, exist, stride_row, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the values ``[R, BLOCK]`` of the blocks ``n`` of samples at ``x_ptr``, which is one pointer or ``[R]``."""
+    """Return the values ``[R, BLOCK]`` of the blocks ``n`` of samples.
+
+    ``x_ptr`` is one pointer for all blocks or ``[R]``, to the first value of a sample.
+    """
     x_ptr += (n // columns).to(tl.int64) * stride_row * UNIT
     return load_rows(x_ptr, (n % columns) * B, exist, length, B, BLOCK)
 
 
 @triton.jit
 def load_rows(x_ptr, first, exist, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the values ``[R, BLOCK]`` from column ``first`` of the rows at ``x_ptr [R]`` on.
+    """Return the values ``[R, BLOCK]`` from column ``first`` on of the rows at ``x_ptr [R]``.
 
-    A thread gets sixteen neighbours (of a block of eight all), read 16 bytes at a time where rows are aligned: all that
-    is done per block is done by each of its threads. What there is where a block does not ``exist`` is not defined;
-    behind the end of a row or a block there are zeros.
+    A thread gets sixteen neighbours (all eight of a block of eight), read 16 bytes at a time if rows are aligned: what
+    is computed once per block is computed by each of its threads. Values are undefined where a block does not
+    ``exist``, and zero behind the end of a row or a block.
     """
     WIDTH: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     GROUP: tl.constexpr = 16 if BLOCK > 16 else BLOCK
@@ -245,7 +249,7 @@ def _load_part(
 ):  # fmt: skip
     """Return ``WIDTH`` values from ``AT`` on of each ``GROUP`` of a block: ``[BLOCK / GROUP, R, WIDTH]``.
 
-    Groups come first, so that neighbours among the threads get neighbouring ones.
+    Groups come first, so that neighbouring threads get neighbouring groups.
     """
     e = (AT + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, WIDTH)[None, :])[:, None, :]
     column, there = first[None, :, None] + e, exist[None, :, None]
@@ -258,9 +262,9 @@ def _load_part(
 def quantize_tile(
     x, values_ptr, count, place, stored, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Write the blocks ``x [R, BLOCK]`` to ``place`` (int32) of ``count`` where ``stored``.
+    """Write the blocks ``x [R, BLOCK]`` to their places if they are ``stored``.
 
-    Values from ``B`` on must be zero.
+    ``values_ptr``: bytes of ``count`` blocks; ``place: [R]``, int32. Values from ``B`` on must be zero.
     """
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
@@ -282,10 +286,10 @@ def quantize_tile(
 
 @triton.jit
 def _codes(x, place, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return codes ``[R, BLOCK]``, headers, and which blocks are finite."""
+    """Return codes ``[R, BLOCK]``, headers ``[R]``, and which blocks are finite ``[R]``."""
     e = tl.arange(0, BLOCK)
     inside = (e < B)[None, :]
-    # Adding zero turns a negative zero, of which it is open whether it is less than zero, into a positive one.
+    # Adding zero makes negative zeros positive: min and max may return either of the two.
     low = tl.min(x if B == BLOCK else tl.where(inside, x, float("inf")), axis=1) + 0.0
     high = _largest(x if B == BLOCK else tl.where(inside, x, -float("inf"))) + 0.0
     of_spread, of_reach = (high - low) * PER_SPREAD[BITS - 1], tl.abs(low) * PER_REACH[BITS - 1]
@@ -297,7 +301,7 @@ def _codes(x, place, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     offset = tl.where(offset * step > low, offset - 1.0, offset)  # the quotient was rounded
     header = ((offset + INTEGERS).to(tl.int32, bitcast=True) & 127) << 9
     header |= tl.where(need > 0.0, (bits >> 20) - SCALE_CODES, 0)
-    # The dither is 2^8 times what it is to be, and the product with a power of two exact.
+    # This dither is 2^8 times the real one, and its product with a power of two is exact.
     shifted = dither(header, place, e, B, BITS, 8, False).to(tl.float32, bitcast=True)
     total = tl.fma(shifted, 2.0**-8, (x - (offset * step)[:, None]) * inverse[:, None]).to(tl.int32, bitcast=True)
     codes = (total >> (23 - BITS)) & ((1 << BITS) - 1)
@@ -311,7 +315,7 @@ def _larger(a, b):
 
 @triton.jit
 def _largest(x):
-    """Return the largest value of each row, NaN if one of them is."""
+    """Return the largest value of each row, NaN if a value of it is NaN."""
     if SLOW_REDUCTIONS:
         return tl.max(x, axis=1) + tl.sum(tl.where(x != x, x, 0.0), axis=1)
     return tl.reduce(x, 1, _larger)
@@ -319,11 +323,11 @@ def _largest(x):
 
 @triton.jit
 def _scale(need, PLACES: tl.constexpr, LEAST: tl.constexpr):
-    """Return ``need`` with its last bits rounded up to zero, ``LEAST`` (bits) at least: as bits, and its inverse."""
+    """Return ``need`` rounded up to ``PLACES`` zero bits, at least ``LEAST``: as bits, as fp32, and its inverse."""
     bits = (need.to(tl.int32, bitcast=True) + ((1 << PLACES) - 1)) & -(1 << PLACES)
     bits = tl.maximum(bits, LEAST)
     scale = bits.to(tl.float32, bitcast=True)
-    # Of positive normal numbers this is an inverse within six units in the last place: 8 instructions less than 1 / x.
+    # The inverse of positive normal numbers up to six units in the last place: 8 instructions less than 1 / x.
     root = tl.rsqrt(scale)
     rounded = (((root * root).to(tl.int32, bitcast=True) + 0x100) & -0x200).to(tl.float32, bitcast=True)
     return bits, scale, rounded + rounded * (1.0 - scale * rounded)
@@ -333,7 +337,7 @@ def _scale(need, PLACES: tl.constexpr, LEAST: tl.constexpr):
 def _store_plane(
     block, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Write codes ``[R, BLOCK]`` of ``BITS`` bits to the blocks at ``block``, all zero if not ``finite``."""
+    """Write codes ``[R, BLOCK]`` of ``BITS`` bits to the blocks at ``block``, zeros to blocks that are not finite."""
     UNIT: tl.constexpr = (FORMAT >> 16) & 255
     EACH: tl.constexpr = UNIT // BITS
     if EACH > 1:

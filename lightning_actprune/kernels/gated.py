@@ -1,11 +1,11 @@
-"""Gated products that write the codes of their factors on the way: maths and storage of ``operators.gated``.
+"""Gated products whose factors are stored quantized on the way: maths and storage of ``operators.gated``.
 
-One pass forward, which reads ``a`` and ``u`` and writes ``z`` and the codes of q and p, and one back, which reads the
-gradient and codes and writes two gradients. A program holds whole blocks in its registers, 16 neighbouring values of
-both inputs a thread; rows of inputs and of gradients may have gaps between them, as halves of a joint tensor do.
+Forward reads ``a`` and ``u`` in one pass and writes ``z`` and the codes of q and p; backward reads the gradient and
+codes and writes two gradients. A program holds whole blocks in registers, 16 neighbouring values of both inputs a
+thread. Rows of inputs and gradients may have gaps between them, as the halves of a joint tensor have.
 
-Bytes moved per value of 16 bits with int4 in blocks of 32: 2 + 2 + 2 + 1.125 forward (torch: 2 + 2 of the function,
-2 + 2 + 2 of the product), 2 + 1.125 + 2 + 2 backward (torch: 6 + 4 of the product, 4 + 2 of the function).
+Bytes moved per value of 16 bits with int4 in blocks of 32: 2 + 2 + 2 + 1.125 forward (torch: 2 + 2 for the function,
+2 + 2 + 2 for the product), 2 + 1.125 + 2 + 2 backward (torch: 6 + 4 for the product, 4 + 2 for the function).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def gate_kernel(
     HIGHER: tl.constexpr, EXACT: tl.constexpr, FOR_A: tl.constexpr, FOR_U: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``z [R, L]`` and the codes of ``TILE`` of the ``blocks`` of q and p.
+    """Write ``z`` and the codes of ``TILE`` of the ``blocks`` of q and of p.
 
-    Strides of rows are in units of ``UNIT`` values, see ``places.stride_unit``. ``P`` and ``Q`` are the function's
-    parameters, ``LOWER`` and ``HIGHER`` its derivatives if these are two (``EXACT``).
+    ``a_ptr``, ``u_ptr`` and ``z_ptr: [R, L]``; ``values_ptr``: bytes of the blocks of q, then of p. ``P`` and ``Q`` are
+    parameters of the function, ``LOWER`` and ``HIGHER`` its derivatives if it has only two (``EXACT``).
     """
     place, r, first, exist = _blocks_of(blocks, columns, B, TILE)
     inside = _inside(first, exist, length, B, BLOCK)
@@ -48,7 +48,7 @@ def gate_kernel(
         quantize_tile(u * derivative, values_ptr, count, place, exist, B, BLOCK, FORMAT)
     if FOR_U:
         if length % B != 0 or B != BLOCK:
-            p = tl.where(inside, p, 0.0)  # the function of what is not there need not be
+            p = tl.where(inside, p, 0.0)  # the function of zero need not be zero
         quantize_tile(p, values_ptr, count, place + blocks * FOR_A, exist, B, BLOCK, FORMAT)
 
 
@@ -58,7 +58,10 @@ def gate_grad_kernel(
     columns: tl.constexpr, UNIT: tl.constexpr, FOR_A: tl.constexpr, FOR_U: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``TILE`` blocks of both gradients, whose rows are ``stride_out`` apart."""
+    """Write ``TILE`` blocks of both gradients.
+
+    ``grad_ptr``, ``grad_a_ptr`` and ``grad_u_ptr: [R, L]``; ``values_ptr`` as in ``gate_kernel``.
+    """
     place, r, first, exist = _blocks_of(blocks, columns, B, TILE)
     inside = _inside(first, exist, length, B, BLOCK)
     grad = load_rows(grad_ptr + r * stride_grad * UNIT, first, exist, length, B, BLOCK).to(tl.float32)
@@ -74,7 +77,7 @@ def gate_grad_kernel(
 
 @triton.jit
 def _blocks_of(blocks, columns: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr):
-    """Return number, row (int64) and first column of the blocks of a program, and whether they exist."""
+    """Return number, row (int64) and first column of the blocks of a program, and which exist."""
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     return place, (place // columns).to(tl.int64), (place % columns) * B, place < blocks
 
@@ -94,11 +97,11 @@ def gate_launch(
 
     Args:
         shape: ``[R, L]`` of ``a`` and ``u``, not empty.
-        strides: Of their rows.
+        strides: Row strides of ``a`` and ``u``.
         function: The constants ``FUNCTION`` to ``EXACT`` of ``gate_kernel``.
-        wanted: Whether q, for the gradient of ``a``, and p, for that of ``u``, are kept.
+        wanted: Whether q is stored, for the gradient of ``a``, and p, for that of ``u``.
         block_size: Values per block, at most ``L``.
-        bits: Of a stored value.
+        bits: Bits of a stored value.
     """
     constants = *function, *map(int, wanted), *block_constants(block_size, bits).values()
     return _launch(gate_kernel, shape, strides, block_size, constants)
@@ -109,14 +112,14 @@ def gate_grad_launch(
 ) -> Launch:
     """Return the launch that writes both gradients, given ``g``, the bytes of q and p, and the gradients.
 
-    ``strides`` are those of the rows of ``g`` and of the gradients; of these, one that is not ``wanted`` is not read.
+    ``strides`` are the row strides of ``g`` and of the gradients. A gradient that is not ``wanted`` is not accessed.
     """
     constants = *map(int, wanted), *block_constants(block_size, bits).values()
     return _launch(gate_grad_kernel, shape, strides, block_size, constants)
 
 
 def block_constants(block_size: int, bits: int) -> dict[str, int]:
-    """Return what both kernels know at compile time of blocks."""
+    """Return the sizes of blocks and tiles that both kernels take at compile time."""
     block, tile = whole_blocks(block_size)
     return {"B": block_size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(bits, block_size)}
 

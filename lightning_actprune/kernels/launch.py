@@ -1,10 +1,9 @@
-"""Launch a kernel whose every argument but the tensors is fixed, without paying for Triton's argument analysis.
+"""Launch a kernel whose arguments are fixed but for its tensors, without Triton's argument analysis.
 
-``kernel[grid](...)`` binds, specialises and hashes its arguments on each call, which costs several times the launch
-itself; a step of a small model launches hundreds of kernels and waits for exactly that. A ``Launch`` does it once,
-keeps the compiled kernel, and then passes addresses straight to its launcher. Whoever makes one guarantees that the
-device, the dtypes and the 16-byte alignment of its tensors never change (all are part of its key in a
-``codec.dispatch.LaunchCache``).
+``kernel[grid](...)`` binds, specialises and hashes its arguments on each call, which takes several times as long as the
+launch itself; a step of a small model launches hundreds of kernels. A ``Launch`` does it once, keeps the compiled
+kernel, and then passes addresses straight to its launcher. Its caller guarantees that the device, the dtypes and the
+16-byte alignment of the tensors never change: all are part of its key in a ``codec.dispatch.LaunchCache``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 from lightning_actprune.codec.dispatch import compilation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run in the interpreter; read when they are decorated, so it cannot change afterwards."""
+"""Whether kernels run in the interpreter. It is read when they are decorated, so it cannot change later."""
 
 
 class Launch:
@@ -52,7 +51,7 @@ class Launch:
         start = time.perf_counter()
         compiled = self._by_triton(tensors)
         compilation.add(time.perf_counter() - start)
-        if not INTERPRETED:  # in the end: a thread may wait for it
+        if not INTERPRETED:  # last: another thread may wait for it
             self._run = runner(compiled, tensors[0].device.index, self._grid, self._scalars) or self._by_triton
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -62,12 +61,13 @@ class Launch:
 def runner(
     compiled: Any, device: int, grid: tuple[int, ...], scalars: tuple[Any, ...]
 ) -> Callable[[tuple[Tensor, ...]], None] | None:
-    """Return ``run(tensors)``: a compiled kernel's launcher with all but the tensors filled in.
+    """Return ``run(tensors)``, which launches a compiled kernel with all other arguments filled in.
 
-    It gets addresses, since it would ask each tensor for its own and the driver whether it is one. A launcher in Python
-    that ends in one call of a native function, its ``launch`` (Triton 3.4 to 3.9), is spared: what it passes on is
-    recorded once, and the native function called with that: a ResMLP-S12 step then kept a slow host busy for 25.5 ms
-    instead of 30.6 (H200, commits 8294153 and 34ba7b9). Any other is left to Triton: ``None``.
+    It passes addresses: given tensors, a launcher would ask each for its address, and the driver whether that is on the
+    GPU. In Triton 3.4 to 3.9 a launcher is Python code that ends in one call of a native function, its ``launch``. That
+    code is skipped: its call is recorded once, and the native function is called in the same way. A ResMLP-S12 step
+    then kept a slow host busy for 25.5 ms instead of 30.6 (H200, commits 8294153 and 34ba7b9). ``None`` for any other
+    launcher, which is left to Triton.
     """
     try:
         stream = functools.partial(triton.runtime.driver.active.get_current_stream, device)
@@ -93,16 +93,16 @@ _KNOWN = (
     (*_FIRST, "*args"),
     (*_FIRST, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "*args"),
 )
-"""Parameters of the launchers that are known; in the first, ``args`` begins with what the second one names."""
+"""Parameters of the launchers that can be skipped. ``args`` of the first one begins with what the second one names."""
 
 
 def _native_call(
     launcher: Any, grid: tuple[int, ...], fixed: tuple[Any, ...]
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool] | None:
-    """Return a launcher's native function and what it gets before and after the stream.
+    """Return a launcher's native function, its arguments before and after the stream, and whether it takes a tuple.
 
-    The last entry says whether the kernel's arguments follow in one tuple. ``None`` for a launcher that does more than
-    to pass its arguments on (memory for the kernel, a sanitizer), takes others than are known, or is none of Python's.
+    The tuple, if it takes one, holds the kernel's arguments. ``None`` for a launcher that does more than pass its
+    arguments on (memory for the kernel, a sanitizer), has other parameters than these, or is no Python code.
     """
     scratch = [getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
     if not callable(getattr(launcher, "launch", None)) or any(scratch) or getattr(launcher, "gsan_enabled", False):
@@ -123,13 +123,13 @@ def _native_call(
 
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:
-    """Return which tensors start at a multiple of 16 bytes: compiled code relies on it for each of its own."""
+    """Return which tensors start at a multiple of 16 bytes, which compiled code relies on for each of its own."""
     return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of any size run on ``device`` at once; one in the interpreter."""
+    """Number of multiprocessors of ``device``, each of which can run any program; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

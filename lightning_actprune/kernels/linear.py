@@ -4,40 +4,40 @@ For column block ``j`` with kept rows ``r_0 .. r_{K-1}`` (K differs from column 
 
     dW[o, j*b + e] = sum_p  grad_y[r_p, o] * values[place_p, e]
 
-a matrix product over ``p`` of gathered rows.
+a matrix product over ``p`` of gathered rows. Bytes read: the values once for every ``BM`` outputs, and for each column
+the kept rows of ``grad_y``. The lists of kept rows take 8 bytes a kept block.
 
 Columns
 -------
-Values are stored row by row; the weight gradient of a column block reduces over the rows in which it is kept. Each
-column gets a list with room for all ``R`` rows: row and place in the values of each of its kept blocks, in order of
-rows. Two launches, since a list entry's position depends on all rows above: the first counts per 128 rows or more (a
-``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of some
-columns as one tile, without a loop, since what counts is how many reads follow each other.
+Values are stored row by row, but the gradient of a column block sums over the rows in which that block is kept. So each
+column gets a list, with room for all ``R`` rows, of the row and the place of each of its kept blocks, in the order of
+rows. The position of an entry depends on all rows above it, so this takes two launches. The first counts kept blocks
+per chunk of 128 rows or more; the second adds up the counts of the chunks above its own, and writes. A program handles
+one chunk of some columns as one tile without a loop, since the number of dependent reads decides its time.
 
-Quantized blocks become numbers ``[nnz, b]`` here: the product meets a block once for every tile of outputs, and would
-decode it as often. The numbers wait for nothing and only the product waits for them, so that they need no launch of
-their own: further programs of the first make them, beside those that count. Such a program needs 32 to 40 registers a
-thread (Triton 3.6, sm_90), and one that counts 80: all programs of a launch would get as many, and fewer of them run at
-once. So beside numbers a program counts half as many columns, for which 32 to 40 are enough. In the second launch all
-would get 212.
+Quantized blocks become numbers ``[nnz, b]`` here, since the product reads a block once for every tile of outputs and
+would decode it as often. Only the product waits for these numbers, and they wait for nothing. So further programs of
+the first launch write them, beside those that count. Such a program needs 32 to 40 registers a thread (Triton 3.6,
+sm_90), and one that counts needs 80; all programs of a launch get as many, and fewer of them run at once. So beside
+numbers, a program counts half as many columns, for which 32 to 40 are enough. In the second launch all would get 212.
 
-``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and at ``counts`` those of the chunks ``[chunks, NB]`` and
-the length of each list ``[NB]``. It lives only as long as one weight gradient.
+``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and from ``counts`` on the counts ``[chunks, NB]`` and the
+length of each list ``[NB]``. It lives only as long as one weight gradient.
 
 Product
 -------
-A program computes a tile of ``BM`` outputs x one block and walks ``BK`` kept rows a turn; the list entries of the next
-turn are loaded one turn ahead, so that the gathers can be issued early (a scalar dependency inside the turn would stall
-the pipeline). The reduced dimension is cut into parts when there are too few tiles to fill the GPU, and longer columns
-into more parts than short ones. Parts go to memory in fp32 and a second launch adds them in their order, so the result
-is deterministic. (Adding them in the program that finishes last saved that launch, but made the loop itself slower.)
+A program computes a tile of ``BM`` outputs x one block, and reads ``BK`` kept rows a turn. List entries are loaded one
+turn ahead, so the gathers can be issued early (a scalar dependency inside the turn would stall the pipeline). If there
+are too few tiles to fill the GPU, the sum is cut into parts, longer columns into more parts than short ones. Parts are
+written in fp32, and a second launch adds them in their order, so the result is deterministic. (If the program that
+finishes last adds them, that saves this launch but makes the loop itself slower.)
 
 For ``b >= 64`` the tile is computed as ``[b, BM]`` (values first), else as ``[BM, b]``: tensor cores take tiles of at
-least 64 x 8, and the longer side should be the one that is not the block.
+least 64 x 8, and the longer side should not be the block.
 
-Tile sizes and the number of parts are constants that were measured, none searched: no kernel is tuned while a model
-trains. They were found on an H200; other GPUs differ in the shared memory, to which the tiles are cut down, in the
-number of multiprocessors, to which the parts are fitted, and in how their tensor cores take operands.
+Tile sizes and the number of parts are measured constants: no kernel is tuned while a model trains. They were found on
+an H200. Other GPUs differ in shared memory, to which tiles are cut down, in the number of multiprocessors, to which
+parts are fitted, and in how their tensor cores take operands.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from lightning_actprune.kernels.launch import INTERPRETED, Launch
 from lightning_actprune.kernels.places import RUN, WORD, set_bits
 
 MIN_ROWS = 128
-"""Least rows of a chunk."""
+"""Fewest rows of a chunk."""
 MAX_CHUNKS = 256
-"""Chunks up to which they stay small: the second launch reads half of all counts on average."""
+"""Chunks up to which these stay small: the second launch reads half of all counts on average."""
 MAX_TILE = 4096
 """Most blocks of a program."""
 
@@ -75,7 +75,7 @@ class Config(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What the choice of a configuration needs to know about a device."""
+    """Properties of a device that the choice of a configuration depends on."""
 
     multiprocessors: int
     shared_memory: int
@@ -84,10 +84,10 @@ class Machine(NamedTuple):
 
 @functools.cache
 def machine(device: torch.device) -> Machine:
-    """Return the limits of ``device``; for the CPU's interpreter, few multiprocessors."""
+    """Return the properties of ``device``; few multiprocessors for the CPU's interpreter."""
     if device.type != "cuda":
         return Machine(4, 232448, 9)
-    found: Any = torch.cuda.get_device_properties(device)  # of which not all versions of torch declare everything
+    found: Any = torch.cuda.get_device_properties(device)  # not all versions of torch declare all of them
     return Machine(found.multi_processor_count, found.shared_memory_per_block_optin, found.major)
 
 
@@ -107,16 +107,16 @@ CONFIGS = {
         256: Config(64, 16, 8, 3, True),
     },
 }
-"""By bytes per value and block size: the best on an H200 of up to 12 each, in the geometric mean over five layers at
-s = .6 and .9 (``benchmarks/tune.py weight_grad``); b = 256 by the reuse of a tile."""
+"""By bytes per value and block size: the fastest on an H200 of up to 12 each, by the geometric mean over five layers at
+s = .6 and .9 (``benchmarks/tune.py weight_grad``); for b = 256 chosen by the reuse of a tile."""
 
 
 FP32_BEFORE_HOPPER = {32: Config(128, 16, 4, 3, True), 128: Config(64, 16, 4, 3, True)}
-"""Where the fp32 choice spills on compute capability 8.0 with Triton 3.9; not timed there."""
+"""Replaces fp32 choices that spill registers on compute capability 8.0 with Triton 3.9; not timed there."""
 
 
 def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine) -> Config:
-    """Return tile sizes for a block size, cut down until the pipeline's buffers fit into the shared memory."""
+    """Return tile sizes for a block size, cut down until the buffers of the pipeline fit into shared memory."""
     block = max(16, triton.next_power_of_2(block_size))
     config = CONFIGS[itemsize][block]
     if itemsize == 4 and machine.major < 9:
@@ -124,7 +124,7 @@ def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine
     if itemsize == 4 and outputs <= 64:
         config = config._replace(bm=64)
     if itemsize == 2 and block <= 32 and machine.major not in (9, 10):
-        # mma.sync takes a turned operand from registers only, so that grad_y could not be copied asynchronously.
+        # mma.sync takes a transposed operand from registers only, so grad_y could not be copied asynchronously.
         config = Config(128, 64, 8, 3, True)
     while config.stages * config.bk * (config.bm + block) * itemsize > machine.shared_memory and config.stages > 2:
         config = config._replace(stages=config.stages - 1)
@@ -134,27 +134,25 @@ def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine
 
 
 MAX_IMBALANCE = 2.5
-"""How many times the parts of a mean column one may have; a matter of memory for the partial tiles."""
+"""Most parts of a column, relative to those of an average one. It bounds the memory of partial tiles."""
 
 
 FP32_ROWS = 512
-"""Most rows that a part adds up one after another in fp32 where the reduction is cut at all.
-
-The vendor's product cuts such reductions too; with 1,025 to 2,090 rows a part the error was 2.2 times its own. Where it
-has tiles enough to fill the GPU it adds all rows one after another, more than are kept here. The bound on the memory of
-the parts comes first: with some thousand outputs and few columns, a part may add up several times as many.
-"""
+"""Most rows that a part adds up one after another in fp32, if the sum is cut into parts at all. The vendor's product
+cuts such sums too; with 1,025 to 2,090 rows a part the error was 2.2 times its own. Where it has enough tiles to fill
+the GPU, it adds all rows one after another, and these may be more than are kept here. The bound on the memory of parts
+comes first: with some thousand outputs and few columns, a part may add up several times as many."""
 
 
 class SplitRule(NamedTuple):
-    """When and how far the reduction is cut into parts.
+    """When and how far the sum is cut into parts.
 
     Args:
-        full: Warps of tiles per multiprocessor from which on it is not cut: further parts then cost up to twice the
-            time, by the writing and reading of partial results.
-        aim: Warps per multiprocessor wanted otherwise.
+        full: Warps of tiles per multiprocessor from which on it is not cut: parts then take up to twice the time, for
+            writing and reading partial results.
+        aim: Warps per multiprocessor to reach otherwise.
         most: Largest number of parts.
-        turns: Least turns of the loop that a part is worth.
+        turns: Fewest turns of the loop that are worth a part.
     """
 
     full: int
@@ -168,7 +166,7 @@ SPLIT_RULES = {2: SplitRule(8, 12, 6, 4), 4: SplitRule(12, 32, 8, 8)}
 
 
 def choose_split(tiles: int, kept_per_column: int, config: Config, multiprocessors: int, rule: SplitRule) -> int:
-    """Return into how many parts the reduction of a column of average length is cut."""
+    """Return the number of parts into which the sum of a column of average length is cut."""
     warps = tiles * config.warps
     if warps >= rule.full * multiprocessors:
         return 1
@@ -178,9 +176,9 @@ def choose_split(tiles: int, kept_per_column: int, config: Config, multiprocesso
 
 @triton.jit
 def _tile(r, j, stop, bitmap_ptr, rows, columns, words):
-    """Return samples and first block numbers of rows ``r``, and their bits ``[COLS, TILE]`` in columns ``j``.
+    """Return samples and first block numbers of rows ``r [TILE]``, and their bits ``[COLS, TILE]`` in columns ``j``.
 
-    Rows run along the last axis: neighbouring lanes then store to neighbouring places of the same list.
+    Rows run along the last axis, so that neighbouring lanes store to neighbouring places of the same list.
     """
     s, t = (r // rows).to(tl.int64), r % rows
     n = (t * columns)[None, :] + j[:, None]
@@ -191,7 +189,7 @@ def _tile(r, j, stop, bitmap_ptr, rows, columns, words):
 
 @triton.jit
 def _kept_before(n, s, inside, bitmap_ptr, offsets_ptr, words, runs):
-    """Return the place of block ``n`` if it is kept: offset of its run, whole words of the run, bits before it."""
+    """Return the place of block ``n`` if it is kept: its run's offset, and the kept blocks before it in the run."""
     place = tl.load(offsets_ptr + s * runs + n // RUN, mask=inside, other=0)
     word = tl.load(bitmap_ptr + s * words + n // WORD, mask=inside, other=0)
     place += set_bits(word & ((1 << (n % WORD)) - 1))
@@ -205,7 +203,10 @@ def _kept_before(n, s, inside, bitmap_ptr, offsets_ptr, words, runs):
 def count_columns_kernel(
     bitmap_ptr, work_ptr, total_rows, rows, columns, words, counts, TILE: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Count the kept blocks of ``TILE`` rows in each column; grid ``(chunks, NB / COLS)``."""
+    """Count the kept blocks of ``TILE`` rows in each of ``COLS`` columns; grid ``(chunks, NB / COLS)``.
+
+    ``bitmap_ptr: [S, words]`` and ``work_ptr``, int32.
+    """
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     r = tl.program_id(0) * TILE + tl.arange(0, TILE)
     _, _, kept = _tile(r, j, total_rows, bitmap_ptr, rows, columns, words)
@@ -218,9 +219,10 @@ def count_and_dequantize_kernel(
     TILE: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Count, and write the ``kept`` blocks to ``numbers [kept, B]``; grid ``(chunks + more, NB / COLS)``.
+    """Count, and write all blocks as numbers; grid ``(chunks + more, NB / COLS)``.
 
-    A program past the chunks writes ``BLOCKS`` blocks.
+    A program past the chunks writes ``BLOCKS`` blocks. ``values_ptr``: bytes of ``kept`` blocks;
+    ``numbers_ptr: [kept, B]``.
     """
     if tl.program_id(0) < chunks:
         count_columns_kernel(bitmap_ptr, work_ptr, total_rows, rows, columns, words, counts, TILE, COLS)
@@ -239,14 +241,16 @@ def list_columns_kernel(
     bitmap_ptr, offsets_ptr, work_ptr, total_rows, rows, columns, words, runs, size, counts,
     TILE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write the list entries of ``TILE`` rows; ``size`` is ``NB * R``, the distance from the rows to the places.
+    """Write the list entries of ``TILE`` rows; grid ``(chunks, NB / COLS)``.
 
-    A block's place is that of its row's first block in the tile, plus the kept blocks between them.
+    ``bitmap_ptr: [S, words]``, ``offsets_ptr: [S, runs]`` and ``work_ptr``, int32; ``size`` is ``NB * R``, the distance
+    from the rows to the places. A block's place is that of its row's first block in the tile, plus the kept blocks
+    between.
     """
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     r = chunk * TILE + tl.arange(0, TILE)
-    # Read before the counts, whose sum would have to be waited for.
+    # Loaded before the counts, so that it does not wait for their sum.
     s, n, kept = _tile(r, j, total_rows, bitmap_ptr, rows, columns, words)
     place = _kept_before(n + tl.program_id(1) * COLS, s, r < total_rows, bitmap_ptr, offsets_ptr, words, runs)
     above = tl.zeros([COLS, TILE], tl.int32)
@@ -268,9 +272,9 @@ class ColumnsLaunch:
 
     Args:
         samples: Samples of the packed input.
-        rows: Rows of each.
+        rows: Rows of each sample.
         columns: Blocks per row.
-        stored: Number of kept blocks, values of each, and to how many bits they are quantized.
+        stored: Number of kept blocks, values of a block, and bits of a value, 0 for unchanged values.
     """
 
     def __init__(self, samples: int, rows: int, columns: int, stored: tuple[int, int, int]) -> None:
@@ -301,7 +305,7 @@ class ColumnsLaunch:
         )
 
     def __call__(self, values: Tensor, bitmap: Tensor, offsets: Tensor, work: Tensor, dtype: torch.dtype) -> Tensor:
-        """Write the lists into ``work``; return the values as numbers, of ``dtype`` if they are quantized."""
+        """Write the lists into ``work``, and return the values as numbers, in ``dtype`` if they are quantized."""
         if self._numbers is None:
             self._count(bitmap, work)
         else:
@@ -313,7 +317,7 @@ class ColumnsLaunch:
 
 @triton.jit
 def parts_of(kept, share, most):
-    """Return into how many parts a column of ``kept`` rows is cut."""
+    """Return the number of parts into which a column of ``kept`` rows is cut."""
     return tl.maximum(1, tl.minimum((kept + share // 2) // share, most))
 
 
@@ -323,11 +327,12 @@ def weight_grad_kernel(
     B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     NARROW: tl.constexpr, VALUES_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out[part, BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``.
+    """Write ``BM`` outputs x one column block of a part; grid ``(NB, OUT / BM, parts)``.
 
-    ``work`` holds the lists of the columns and, at ``lengths``, their lengths ``K``. If ``SPLIT``, a column is cut into
-    ``K / share`` parts (rounded), at most the grid's.
-    ``NARROW``: offsets into ``grad_y`` and the values fit 32 bits, which saves half the instructions around the copies.
+    ``grad_ptr: [R, OUT]``, with rows ``stride_grad`` apart; ``values_ptr: [nnz, B]``; ``work_ptr``: the lists and, from
+    ``lengths`` on, their lengths ``K``; ``out_ptr: [parts, OUT, L]``. ``SPLIT``: a column is cut into ``K / share``
+    parts, rounded, and at most the grid's. ``NARROW``: offsets into ``grad_y`` and values fit into 32 bits, which saves
+    half of the instructions around the copies.
     """
     j, part = tl.program_id(0), tl.program_id(2)
     low = j * 0
@@ -349,12 +354,12 @@ def weight_grad_kernel(
     last = tl.maximum(high - 1, low)
     rows_ptr = work_ptr + j.to(tl.int64) * total_rows
     places_ptr = rows_ptr + tl.num_programs(0).to(tl.int64) * total_rows
-    # A comparison of blocks: Triton 3.9's interpreter makes integers of a scalar one, and takes no integers for a mask.
+    # Compares blocks: for scalars, Triton 3.9's interpreter returns integers, which it does not accept as a mask.
     some = tl.broadcast_to(high, [BK]) > tl.broadcast_to(low, [BK])
     rows = tl.load(rows_ptr + tl.minimum(low + k, last), mask=some, other=0)
     places = tl.load(places_ptr + tl.minimum(low + k, last), mask=some, other=0)
     for p in range(low, high, BK):
-        # Past the end the last row is read again, and only the values are masked: grad_y needs no mask of its own.
+        # Past the end, the last row is read again and the values are masked, so grad_y needs no mask.
         r, place = (rows, places) if NARROW else (rows.to(tl.int64), places.to(tl.int64))
         grad = tl.load(grad_ptr + (r[:, None] * stride_grad + o[None, :]), mask=(o < outputs)[None, :], other=0.0)
         stored = (p + k < high)[:, None] & (e < B)[None, :]
@@ -381,7 +386,10 @@ def add_parts_kernel(
     partial_ptr, work_ptr, out_ptr, outputs, length, lengths, share, most,
     B: tl.constexpr, OUTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of ``OUTS`` outputs x ``COLS`` values in their order: ``[parts, OUT, L] -> [OUT, L]``."""
+    """Add the parts of ``OUTS`` outputs x ``COLS`` values in their order.
+
+    ``partial_ptr: [parts, OUT, L]`` in fp32, ``work_ptr`` as in ``weight_grad_kernel``, ``out_ptr: [OUT, L]``.
+    """
     o = (tl.program_id(0) * OUTS + tl.arange(0, OUTS))[:, None]
     f = tl.program_id(1) * COLS + tl.arange(0, COLS)
     parts = parts_of(tl.load(work_ptr + lengths + f // B, mask=f < length, other=0), share, most)
@@ -395,18 +403,18 @@ def add_parts_kernel(
 
 
 class Shape(NamedTuple):
-    """What a weight gradient's launches depend on.
+    """Sizes that the launches of a weight gradient depend on.
 
     Args:
         outputs: Columns of the output gradient.
-        stride: Its row stride.
+        stride: Row stride of the output gradient.
         samples: Samples of the packed input.
-        rows: Its rows, of all samples.
-        length: Its values per row.
-        kept: Its kept blocks.
+        rows: Rows of all samples.
+        length: Values of a row.
+        kept: Kept blocks.
         block_size: Values per block.
-        itemsize: Bytes per value that is multiplied.
-        bits: To how many bits values are quantized, 0 for values as they are.
+        itemsize: Bytes per value in the product.
+        bits: Bits of a stored value, 0 for unchanged values.
     """
 
     outputs: int
@@ -427,18 +435,18 @@ class WeightGradLaunch:
         shape: The sizes.
         dtype: Type of the result.
         config: Tile sizes.
-        split: Parts of the reduction of a column of average length.
+        split: Parts of the sum of a column of average length.
         balance: Whether longer columns get more parts even if ``split`` is 1.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, config: Config, split: int, balance: bool = False) -> None:
         rows, outputs, length = shape.rows, shape.outputs, shape.length
         columns, block = ceil_div(length, shape.block_size), max(16, triton.next_power_of_2(shape.block_size))
-        # A column may hold many more kept rows than the mean, and gets as many more parts: behind a GELU some columns
-        # keep all their rows, and without parts of their own they took 458 us where the mean would have taken 180.
+        # A column with many more kept rows than the mean gets as many more parts. Behind a GELU, some columns keep all
+        # their rows: without more parts these took 458 us, and the mean would have taken 180.
         mean = max(1.0, shape.kept / columns)
         parts = math.ceil(split * min(rows / mean, MAX_IMBALANCE)) if split > 1 or balance else 1
-        # What the parts take for a moment is bounded by twice what unpacking the input would.
+        # For a moment, the parts take at most twice the memory that the unpacked input would.
         parts = max(1, min(parts, 2 * rows * shape.itemsize // (4 * outputs)))
         share = ceil_div(max(1, round(mean / split)), 16) * 16
         self.out, self.dtype, self.parts, self.share = (outputs, length), dtype, parts, share
@@ -473,9 +481,9 @@ class WeightGradLaunch:
 def weight_grad_launch(shape: Shape, dtype: torch.dtype, device: torch.device) -> WeightGradLaunch:
     """Return what computes ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``.
 
-    It is called with ``grad_y [R, OUT]``, whose columns lie side by side, and values, bitmap and offsets, of quantized
-    values as the type of ``grad_y``. It depends on their dtypes and on which of the four start at a multiple of 16
-    bytes, too, but only in the compiled kernels that it keeps.
+    It takes ``grad_y [R, OUT]``, with stride 1 along columns, and values, bitmap and offsets; quantized values stand
+    for numbers in the type of ``grad_y``. The compiled kernels that it keeps also depend on the dtypes of these four
+    tensors and on which of them start at a multiple of 16 bytes.
     """
     limits = machine(device)
     config = choose_config(shape.block_size, shape.outputs, shape.itemsize, limits)
@@ -485,5 +493,5 @@ def weight_grad_launch(shape: Shape, dtype: torch.dtype, device: torch.device) -
     split = choose_split(tiles, shape.kept // columns, config, limits.multiprocessors, rule)
     if shape.itemsize == 4 and split > 1:
         split = max(split, ceil_div(shape.kept // columns, FP32_ROWS))
-    # From 48 warps of tiles per multiprocessor on, the long columns' programs find others to run beside.
+    # From 48 warps of tiles per multiprocessor on, other programs run beside those of the long columns.
     return WeightGradLaunch(shape, dtype, config, split, tiles * config.warps < 48 * limits.multiprocessors)

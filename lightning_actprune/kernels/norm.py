@@ -1,14 +1,14 @@
-"""Normalisation of rows: one pass forward that also stores the normalised values quantized, one backward.
+"""Normalisation of rows: one pass forward, which also stores the normalised values quantized, and one backward.
 
-A program holds whole rows as blocks, ``[ROWS * COLS, BLOCK]``: it reads the input once, finds mean and variance in its
-registers (the variance of what is left without the mean, no difference of sums), writes the output, and quantizes.
-Backward, a fixed number of programs go through the rows, each in the same order: every one writes the input gradient of
-its rows and keeps its sums for weight and bias in registers, which ``kernels.sums`` adds up. So nothing depends on
-which program runs first, and the same input gives the same gradients.
+A program holds whole rows as blocks, ``[ROWS * COLS, BLOCK]``. Forward it reads the input once, computes mean and
+variance in registers (the variance from differences to the mean, not from a difference of sums), writes the output, and
+quantizes. Backward, a fixed number of programs go through the rows, each in the same order. A program writes the input
+gradient of its rows, and keeps its sums for weight and bias in registers, which ``kernels.sums`` adds up. So nothing
+depends on which program runs first, and the same input gives the same gradients.
 
 Bytes moved per value of fp32 with 4 bits in blocks of 32: 4 + 4 + 0.56 forward (torch: 4 + 4), 4 + 0.56 + 4 backward
-(torch: 4 + 4 + 4, and gradient and input a second time for the sums). A scaled branch of 16 bits that is added to an
-fp32 residual on the way: 2 + 4 + 4 + 0.56 forward (torch: 2 + 4 for the product, 4 + 4 + 4 for the sum).
+(torch: 4 + 4 + 4, and gradient and input once more for the sums). A 16-bit branch that is scaled and added to an fp32
+residual: 2 + 4 + 4 + 0.56 forward (torch: 2 + 4 for the product, 4 + 4 + 4 for the sum).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from lightning_actprune.kernels.sums import AddSetsLaunch
 
 MOST_VALUES = 8192
 """Most values of a row, filled up to a power of two of blocks: 16 a thread of 16 warps. Backward holds five numbers for
-each; with 32 it would not fit the registers."""
+each of them; those of 32 values would not fit into registers."""
 TILE_VALUES = 8192 if INTERPRETED else 2048
-"""Values of a tile of rows that are shorter: 16 a thread of 4 warps."""
+"""Values of a tile of shorter rows: 16 a thread of 4 warps."""
 WARPS, REGISTERS = 16, 128
-"""Of backward, whose programs stay until all rows are done: warps per multiprocessor, and registers of a thread. So all
-of these run at once; left to itself the compiler takes up to 164, and with 128 it spills nothing (sm_90)."""
+"""Warps per multiprocessor in backward, whose programs stay until all rows are done, and registers of a thread, so that
+all of them run at once. By default the compiler takes up to 164 registers; with 128 it spills nothing (sm_90)."""
 
 Parameter = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a weight or a bias."""
 
 
 def takes_rows(length: int, block_size: int) -> bool:
-    """Return whether a program can hold a row."""
+    """Return True if a program can hold a row."""
     return _padded(length, block_size) <= MOST_VALUES
 
 
@@ -58,7 +58,7 @@ def _padded(length: int, block_size: int) -> int:
 
 
 def tile_of(length: int, block_size: int) -> tuple[dict[str, int], int]:
-    """Return the sizes of a tile of whole rows at compile time, and its warps."""
+    """Return the compile-time sizes of a tile of whole rows, and its warps."""
     block, padded = tile_width(block_size), _padded(length, block_size)
     rows = max(1, TILE_VALUES // padded)
     sizes = {"ROWS": rows, "COLS": padded // block, "B": block_size, "BLOCK": block}
@@ -72,11 +72,13 @@ def normalize_kernel(
     ADDED: tl.constexpr, CENTRED: tl.constexpr, ROUNDED: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``y [R, L]``, the quantized normalised values, and ``rstd [R]`` of ``x [R, L]``.
+    """Write ``y``, the quantized normalised values and ``rstd`` for ``ROWS`` rows of ``x``.
 
-    ``stride_row`` is in units of ``UNIT`` values, see ``places.stride_unit``. ``CENTRED``: less the mean. ``ROUNDED``:
-    values are rounded to the type of ``x`` before they are multiplied by the weight. ``ADDED``: and ``residual [R, L]``
-    is added. Without ``NORMED`` there is no ``rstd``.
+    ``x_ptr: [R, L]``, with rows ``stride_row`` apart; ``y_ptr`` and ``residual_ptr: [R, L]``, contiguous;
+    ``weight_ptr`` and ``bias_ptr: [L]``; ``rstd_ptr: [R]`` in fp32; ``values_ptr``: bytes of ``R * columns`` blocks.
+    ``WEIGHTED``, ``BIASED``, ``ADDED``: weight, bias and residual are used. ``CENTRED``: the mean is subtracted.
+    ``NORMED``: values are divided by their deviation, ``1 / rstd``. ``ROUNDED``: they are rounded to the type of ``x``
+    before the weight multiplies them.
     """
     r, j, exist = _blocks_of(tl.program_id(0), rows, columns, ROWS, COLS)
     inside = _inside(j, exist, length, B, BLOCK)
@@ -109,9 +111,11 @@ def normalize_grad_kernel(
     OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``grad_x [R, L]`` and each program's share of the gradients of weight and bias, those that are wanted.
+    """Write the input gradient of rows, and each program's share of the gradients of weight and bias.
 
-    Shares are ``[programs, sets, L]``, of one set or two.
+    ``grad_ptr: [R, L]``, with rows ``stride_row`` apart; ``grad_x_ptr: [R, L]``, contiguous; ``values_ptr`` and
+    ``rstd_ptr`` as written by forward; ``weight_ptr: [L]``; ``partial_ptr: [programs, sets, L]`` in fp32, with a set
+    for each gradient that is wanted (``OF_WEIGHT``, ``OF_BIAS``).
     """
     j = tl.arange(0, ROWS * COLS) % COLS
     column = j[:, None] * B + tl.arange(0, BLOCK)[None, :]
@@ -127,7 +131,7 @@ def normalize_grad_kernel(
         rows_ptr = grad_ptr + r.to(tl.int64) * stride_row * UNIT
         grad = load_rows(rows_ptr, j * B, exist, length, B, BLOCK).to(tl.float32)
         grad = tl.where(inside, grad, 0.0)
-        # Outside of a row this is any number, times a gradient of zero; a block that is NaN makes its row so anyway.
+        # Outside of a row this is any number, times a gradient of zero. A block of NaN makes all of its row NaN anyway.
         x = dequantize_tile(values_ptr, rows * columns, r * columns + j, exist, 0, B, BLOCK, FORMAT)
         if OF_WEIGHT:
             of_weight += grad * x
@@ -154,7 +158,7 @@ def normalize_grad_kernel(
 
 @triton.jit
 def _blocks_of(tile, rows, columns: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return the row, the column block, and whether it exists, of each block ``[ROWS * COLS]`` of a tile."""
+    """Return the row, the block column, and whether it exists, of each block ``[ROWS * COLS]`` of a tile."""
     n = tl.arange(0, ROWS * COLS)
     r, j = tile * ROWS + n // COLS, n % COLS
     return r, j, (r < rows) & (j < columns)
@@ -169,7 +173,7 @@ def _inside(j, exist, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _parameters(ptr, j, columns: tl.constexpr, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a vector of parameters ``[L]`` for every row of a tile; zero, or not defined, beyond it."""
+    """Return parameters ``[L]`` for every row of a tile; zero or undefined beyond it."""
     return load_rows(ptr + j * 0, j * B, j < columns, length, B, BLOCK).to(tl.float32)
 
 
@@ -185,7 +189,7 @@ def _store_sums(
     out_ptr, x, length: tl.constexpr, columns: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum over the rows of a tile, ``[L]``."""
+    """Write the sums ``[L]`` over the rows of a tile."""
     sums = tl.sum(tl.reshape(x, [ROWS, COLS, BLOCK]), axis=0)
     j = tl.arange(0, COLS)
     inside = _inside(j, j < columns, length, B, BLOCK)
@@ -196,9 +200,9 @@ class NormLaunch:
     """The launch of forward for one layout of the input.
 
     Args:
-        shape: Of input and output.
+        shape: Shape of input and output.
         length: Values of a row.
-        stride: Of the rows, whose values lie side by side; ``None`` if the input has to be copied.
+        stride: Distance of rows with stride 1 inside; ``None`` if the input has to be copied.
         flags: ``WEIGHTED``, ``BIASED``, ``ADDED``, ``CENTRED``, ``ROUNDED`` and ``NORMED`` of the kernel.
         eps: Added to the variance.
         block_size: Values per block.
@@ -236,7 +240,7 @@ class NormLaunch:
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ``y``, which has the shape of ``x``, what is stored of ``x``, and ``rstd`` if rows are normalised."""
+        """Return ``y`` like ``x``, the bytes of the normalised values, and ``rstd`` if rows are normalised."""
         if self._copied:
             x = x.contiguous()
         w, b, r = x if weight is None else weight, x if bias is None else bias, x
@@ -249,17 +253,17 @@ class NormLaunch:
 
 
 class NormGradLaunch:
-    """The launches of backward for one layout of the gradient; the second adds up the parameters' gradients.
+    """The launches of backward for one layout of the gradient; the second adds up the gradients of parameters.
 
     Args:
-        shape: Of the gradient.
+        shape: Shape of the gradient.
         length: Values of a row.
-        stride: Of the rows, whose values lie side by side; ``None`` if the gradient has to be copied.
+        stride: Distance of rows with stride 1 inside; ``None`` if the gradient has to be copied.
         flags: ``WEIGHTED``, ``CENTRED`` and ``NORMED`` of the kernel.
         block_size: Values per block.
         bits: Bits of a stored value.
         dtype: Type of the input gradient.
-        wanted: Shapes and types of weight and bias, ``None`` where no gradient is wanted.
+        wanted: Shapes and types of weight and bias; ``None`` where no gradient is wanted.
         device: Where the kernels run.
     """
 
@@ -293,7 +297,7 @@ class NormGradLaunch:
     def __call__(
         self, grad_y: Tensor, values: Tensor, rstd: Tensor | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of the input and of the parameters, those that are wanted."""
+        """Return the gradients of the input, the weight and the bias; ``None`` where none is wanted."""
         if self._copied:
             grad_y = grad_y.contiguous()
         grad_x = self._new_x()
@@ -312,6 +316,6 @@ class NormGradLaunch:
 
 
 def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that allocates a contiguous tensor; asked for strides, torch takes half the time."""
+    """Return a function that allocates a contiguous tensor. With given strides torch takes half the time."""
     strides = torch.empty(shape, device="meta").stride()
     return functools.partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)

@@ -1,51 +1,52 @@
 """Pack: from a dense tensor to kept blocks, bitmap and offsets, with static shapes and no host synchronisation.
 
-Where no block is dropped, one launch (``QuantizeLaunch``): one read, one write, and no positions. Block ``n`` of all
-samples, counted row by row, is stored at place ``n``. Otherwise three (``PackLaunch``):
+If no block is dropped, one launch (``QuantizeLaunch``) reads and writes once, and stores no positions: block ``n`` of
+all samples, counted row by row, is at place ``n``. Otherwise there are three (``PackLaunch``):
 
-1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``);
-2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
-3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places. If values are quantized,
-                          ``quantize_kernel`` does.
+1. ``block_keys_kernel`` reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of the bytes of ``x``).
+2. ``select_*_kernel`` finds the threshold of each sample, and writes bitmap and offsets.
+3. ``gather_kernel``, or ``quantize_kernel`` if values are quantized, writes the kept blocks of each run to their
+   places.
 
 Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys two or
 three times.
 
-Under autocast the product needs a copy of an fp32 input in 16 bits. The first pass over the input can write it on the
-way (``CAST``): keys are then those of the rounded values, just as if the copy had been read, and everything later reads
-the copy. That spares a launch and one read of the copy: 6 bytes a value move instead of 8.
+Under autocast, the product needs a 16-bit copy of an fp32 input. The first pass over the input can write it on the way
+(``CAST``). Keys are then those of the rounded values, as if the copy had been read, and all later launches read the
+copy. That saves a launch and one read of the copy: 6 bytes a value instead of 8.
 
 Keys
 ----
-A block's key is its sum of squares as fp32, read as int32: for non-negative floats, integer order is float order. A
-block whose sum is not finite gets the key of infinity, whether it holds a NaN, an Inf or values beyond 1e19: telling
-these apart by looking at every value cost a tenth of the kernel's time. Other keys are made of these by a hash, bit for
-bit as in ``codec.blocks``; ``SELECT`` says which, 0 for these.
+The key of a block is its sum of squares as fp32, read as int32: for non-negative floats, the order of integers is that
+of the floats. A block whose sum is not finite gets the key of infinity, whether it holds a NaN, an Inf or values beyond
+1e19: looking at every value to tell these apart took a tenth of the kernel's time. Random selections hash these keys to
+others, bit for bit as in ``codec.blocks``; ``SELECT`` says which, 0 for unchanged keys.
 
 Selection
 ---------
-Exact and without sorting. Per sample it finds ``(threshold, cut)`` so that a block ``n`` is kept if and only if::
+It is exact and does not sort. For each sample it finds ``(threshold, cut)`` so that block ``n`` is kept if and only
+if::
 
     key[n] > threshold  or  (key[n] == threshold and n <= cut)
 
-which holds for exactly ``keep`` blocks, equal keys in order of ``n``; then it writes the sample's bitmap and offsets.
-The threshold is found by counting: with ``low`` reached by ``keep`` keys or more and ``high`` by fewer, a candidate
-between them replaces one of the two. Candidates are interpolated, every third one halves the interval, and the first is
-the smallest key but one, since most ties are blocks of zeros. It ends as soon as exactly ``keep`` keys reach ``low``:
-after about 10 turns for 10,000 different keys, and at most 90 in all.
+which holds for exactly ``keep`` blocks, equal keys in order of ``n``. Then it writes the sample's bitmap and offsets.
+The threshold is found by counting. At least ``keep`` keys reach ``low`` and fewer reach ``high``; a candidate between
+them replaces one of the two. Candidates are interpolated, except that every third one halves the interval, and the
+first one is the smallest key plus one, since most ties are blocks of zeros. The search ends when exactly ``keep`` keys
+reach ``low``: after about 10 turns for 10,000 different keys, and at most 90.
 
-Three kernels: one program per sample with its keys in registers; one program for several small samples; several
-programs for one large sample, which exchange their counts through zeroed ``control`` words.
+There are three kernels: one program per sample with its keys in registers; one program for several small samples; and
+several programs for one large sample, which exchange their counts through zeroed ``control`` words.
 
 Values
 ------
-Copying waits for memory, but quantizing costs arithmetic, which no lane should spend on a dropped block: there a
-program reads tiles of kept blocks alone, which it finds by their ranks (see ``places``).
+A copy waits for memory, but quantizing costs arithmetic, which no lane should spend on a dropped block: there a program
+reads tiles of kept blocks alone, which it finds by their ranks (see ``places``).
 
-Selection without bias multiplies what it keeps. One more launch, after the selection, finds the largest key that each
-sample drops. What copies or quantizes a block then works out its factor from that and from the block's sum of squares.
-All of these are int32 words of one tensor, for ``S`` samples of ``N`` blocks: keys ``[S, N]``, sums of squares
-``[S, N]`` (as bits) and the largest dropped keys ``[S]``, zero before.
+Unbiased selection multiplies the blocks that it keeps. One more launch after the selection finds the largest key that
+each sample drops. The kernel that copies or quantizes a block computes its factor from that key and from the block's
+sum of squares. All of these are int32 words of one tensor, for ``S`` samples of ``N`` blocks: keys ``[S, N]``, sums of
+squares ``[S, N]`` (as bits) and the largest dropped keys ``[S]``, zero before.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ NUMBER, HALF_RANGE = tl.constexpr(codec_blocks.NUMBER), tl.constexpr(codec_block
 SWAP = tl.constexpr(SELECTIONS.index("swap"))
 UNBIASED = tl.constexpr(SELECTIONS.index("unbiased"))
 REGISTER_BLOCKS = 32768
-"""Largest sample whose keys are held in registers: 64 a thread at 16 warps."""
+"""Most blocks of a sample whose keys fit into registers: 64 a thread at 16 warps."""
 MOST_PARTS = 256
-"""Most programs that share one sample."""
+"""Most programs that share a sample."""
 MAX_PARTS = tl.constexpr(MOST_PARTS)
 MOST_TURNS = 96
 MAX_TURNS = tl.constexpr(MOST_TURNS)
@@ -111,12 +112,12 @@ def block_keys(x):
 
 @triton.jit
 def selection_keys(keys, n, SELECT: tl.constexpr):
-    """Return the keys that select; ``n``: numbers of the blocks among those of all samples, or what 32 bits hold."""
+    """Return the keys that select; ``n``: numbers of the blocks among those of all samples, modulo 2^32."""
     if SELECT == 0:
         return keys
     h = mix(keys.to(tl.uint32) + n.to(tl.uint32) * NUMBER) >> 8
     if SELECT == SWAP:
-        # Unsigned, where no sum overflows.
+        # Unsigned, so that no sum overflows.
         moved = tl.maximum(keys.to(tl.uint32) + (h * 3 >> 1), HALF_RANGE + 1) - HALF_RANGE
         moved = tl.minimum(moved, INFINITY_KEY - 1).to(tl.int32)
         return tl.where((keys > 0) & (keys < INFINITY_KEY), moved, keys)
@@ -131,12 +132,12 @@ def block_keys_kernel(
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, CAST: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ZEROS: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
-    """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``.
+    """Write the keys of ``ROWS`` x ``COLS`` blocks; grid ``(S * T / ROWS, columns / COLS)``.
 
-    Strides are in units of ``UNIT`` values, see ``places.stride_unit``. ``CAST``: also writes the rounded values to the
-    contiguous ``copy [S, T, L]``. Also sets ``ZEROS`` of the ``control_size`` words to zero with which programs of the
-    next launch find each other. To select without bias, the sums of squares follow the keys, and a zero for every
-    sample follows these.
+    ``x_ptr: [S, T, L]``; ``copy_ptr: [S, T, L]``, contiguous, gets the rounded values if ``CAST``;
+    ``keys_ptr: [S * T, columns]``, int32, followed by the sums of squares ``[S * T, columns]`` and a zero for every
+    sample ``[S]`` if the selection is unbiased; ``control_ptr: [control_size]``, of which a program zeroes ``ZEROS``
+    words.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -175,7 +176,7 @@ def _candidate(low, high, above_low, above_high, keep, turn):
 
 @triton.jit
 def store_places(kept, bitmap_ptr, offsets_ptr, first, words, runs, BLOCKS: tl.constexpr):
-    """Write the words and offsets of ``BLOCKS`` blocks, of which the first is stored at ``first``."""
+    """Write bitmap words and offsets of ``BLOCKS`` blocks, of which the first kept one has place ``first``."""
     w = tl.arange(0, BLOCKS // WORD)
     bits = tl.sum(tl.reshape(kept, [BLOCKS // WORD, WORD]) << tl.arange(0, WORD)[None, :], axis=1)
     tl.store(bitmap_ptr + w, bits, mask=w < words)
@@ -186,7 +187,7 @@ def store_places(kept, bitmap_ptr, offsets_ptr, first, words, runs, BLOCKS: tl.c
 
 @triton.jit
 def threshold(keys, n, blocks, keep):
-    """Return ``(threshold, cut)`` for the keys of all blocks ``n``; those from ``blocks`` on have a negative one."""
+    """Return ``(threshold, cut)`` for the keys of all blocks ``n``. Keys from ``blocks`` on must be negative."""
     high = tl.max(keys, axis=0) + 1
     low = tl.min(tl.where(n < blocks, keys, high), axis=0)
     above_low = keep * 0 + blocks
@@ -215,9 +216,11 @@ def threshold(keys, n, blocks, keep):
 def select_kernel(
     keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, BLOCKS: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
-    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers, and write ``PIECE`` blocks at a time.
+    """Select in one sample per program, which holds ``BLOCKS >= blocks`` keys in registers.
 
-    If not all at once, keys are read again: beside 64 of them a thread has no room for the places.
+    ``keys_ptr: [S, blocks]``, ``bitmap_ptr: [S, words]``, ``offsets_ptr: [S, runs]``, int32. ``PIECE`` blocks are
+    written at a time. If these are not all, keys are read again: beside 64 keys, a thread has no registers for the
+    places.
     """
     s = tl.program_id(0)
     keys_ptr += s.to(tl.int64) * blocks
@@ -244,10 +247,10 @@ def select_kernel(
 def select_rows_kernel(
     keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, samples, GROUP: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Select in ``GROUP`` small samples at once, each a row of ``BLOCKS >= blocks`` keys, 512 at most.
+    """Select in ``GROUP`` small samples at once, each a row of ``BLOCKS >= blocks`` keys, at most 512.
 
-    Two bits of all thresholds a turn: the counts of three candidates travel in one sum. Not used for one large sample:
-    two-dimensional data with a single row is laid out badly.
+    Pointers as in ``select_kernel``. A turn finds two bits of all thresholds: one sum carries the counts of three
+    candidates. It is not used for one large sample, since Triton lays out two-dimensional data with a single row badly.
     """
     s = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     n = tl.arange(0, BLOCKS)
@@ -283,7 +286,7 @@ def select_rows_kernel(
 
 @triton.jit
 def _meet(counter_ptr, parts):
-    """Wait until all ``parts`` programs of a sample are here; they must all be on the GPU (a cooperative launch)."""
+    """Wait until all ``parts`` programs of a sample are here; all must be on the GPU (a cooperative launch)."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
     while arrived < parts:
@@ -292,7 +295,7 @@ def _meet(counter_ptr, parts):
 
 @triton.jit
 def _count(keys_ptr, start, stop, limit, PIECE: tl.constexpr):
-    """Return how many keys from ``start`` to ``stop`` reach ``limit``."""
+    """Return the number of keys from ``start`` to ``stop`` that reach ``limit``."""
     reaching = tl.zeros([PIECE], tl.int32)
     for piece in range(start, stop, PIECE):
         n = piece + tl.arange(0, PIECE)
@@ -304,7 +307,10 @@ def _count(keys_ptr, start, stop, limit, PIECE: tl.constexpr):
 def select_shared_kernel(
     keys_ptr, bitmap_ptr, offsets_ptr, control_ptr, blocks, keep, words, runs, PIECE: tl.constexpr
 ):  # fmt: skip
-    """Select in one sample of any size: each program of the second axis has some runs, ``PIECE`` keys at a time."""
+    """Select in one sample of any size: grid ``(S, parts)``, each program has some runs, ``PIECE`` keys at a time.
+
+    Pointers as in ``select_kernel``, and ``control_ptr: [S, CONTROL_WORDS]``, int32, zero before.
+    """
     s, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     keys_ptr += s.to(tl.int64) * blocks
     control_ptr += s * (2 * MAX_TURNS + 3 + 2 * MAX_PARTS)
@@ -347,7 +353,7 @@ def select_shared_kernel(
         turn += 1
         turn_ptr += 2
 
-    # How many blocks earlier programs keep, above the threshold and at it, gives this one its quota and first place.
+    # The blocks that earlier programs keep, above the threshold and at it, give this program its quota and first place.
     greater = _count(keys_ptr, start, stop, low + 1, PIECE)
     equals = _count(keys_ptr, start, stop, low, PIECE) - greater
     part_ptr = control_ptr + 3 + 2 * MAX_TURNS
@@ -380,7 +386,10 @@ def select_shared_kernel(
 def largest_dropped_kernel(
     keys_ptr, bitmap_ptr, samples, blocks, words, GROUP: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Find the largest dropped key among ``BLOCKS`` of each of ``GROUP`` samples: a maximum, in whatever order."""
+    """Find the largest dropped key among ``BLOCKS`` blocks of each of ``GROUP`` samples: a maximum, in any order.
+
+    ``keys_ptr``: keys, sums of squares and largest dropped keys (see above); ``bitmap_ptr: [S, words]``.
+    """
     parts = tl.cdiv(blocks, BLOCKS)
     s = tl.program_id(0) // parts * GROUP + tl.arange(0, GROUP)
     n = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
@@ -395,7 +404,7 @@ def largest_dropped_kernel(
 
 @triton.jit
 def block_factors(keys_ptr, s, n, exist, samples, blocks):
-    """Return by what the blocks ``n`` of samples ``s`` are multiplied if they are kept."""
+    """Return the factors of the blocks ``n`` of samples ``s`` if they are kept."""
     size = tl.cast(samples, tl.int64) * blocks
     square = tl.load(keys_ptr + size + s.to(tl.int64) * blocks + n, mask=exist, other=0)
     largest = tl.load(keys_ptr + 2 * size + s, mask=exist, other=0)
@@ -406,11 +415,11 @@ def block_factors(keys_ptr, s, n, exist, samples, blocks):
 
 @triton.jit
 def rescaled(x, factors):
-    """Return blocks ``x [R, BLOCK]`` times ``factors [R]``, rounded to their own type, and as they are by 1."""
-    # Not a product, which a compiler could fuse with a difference that follows, and then not round.
+    """Return blocks ``x [R, BLOCK]`` times ``factors [R]`` in their own type; a factor of 1 changes nothing."""
+    # Not a product: a compiler could fuse that with a following difference, and would not round it.
     wide = tl.fma(x.to(tl.float32), factors[:, None], 0.0)
     if x.dtype == tl.float16:
-        # Values of other types are below 2^64, or their block's sum of squares overflows, and factors 2^24 at most.
+        # Other types cannot overflow: values are below 2^64 (else the key is infinity), and factors at most 2^24.
         wide = tl.minimum(tl.maximum(wide, -FP16_MAX), FP16_MAX)
     return tl.where((factors > 1.0)[:, None], wide.to(x.dtype), x)
 
@@ -421,7 +430,11 @@ def gather_kernel(
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Copy the kept blocks of one run to their places in ``values [nnz, B]``, scaled if there are keys."""
+    """Copy the kept blocks of one run to their places, scaled if there are keys.
+
+    ``x_ptr: [S, T, L]``, ``bitmap_ptr: [S, words]``, ``offsets_ptr: [S, runs]``, ``values_ptr: [nnz, B]``; ``keys_ptr``
+    as in ``largest_dropped_kernel``, or None.
+    """
     s, n, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     start = s.to(tl.int64) * stride_sample * UNIT + (n // columns).to(tl.int64) * stride_row * UNIT
     if keys_ptr is not None:
@@ -442,9 +455,9 @@ def quantize_kernel(
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write kept blocks of one run to their places in ``values``, of ``nnz``, as bytes; scaled if there are keys.
+    """Quantize the kept blocks of one run to their places, ``TILE`` blocks at a time; ``PARTS`` programs share a run.
 
-    ``PARTS`` programs share a run, ``TILE`` blocks at a time.
+    Pointers as in ``gather_kernel``, but ``values_ptr`` are the bytes of ``nnz`` blocks.
     """
     first, run = run_of(tl.program_id(0) // PARTS, runs, LANES)
     w0, w1, w2, w3 = kept_words(bitmap_ptr, first, run, samples, words, LANES)
@@ -465,10 +478,10 @@ def quantize_all_kernel(
     UNIT: tl.constexpr, CAST: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Store ``TILE`` of the ``nnz`` blocks of ``x [S, T, L]``.
+    """Quantize ``TILE`` of all ``nnz`` blocks.
 
-    Strides are in units of ``UNIT`` values, see ``places.stride_unit``. ``CAST``: values are rounded to the contiguous
-    ``copy``, and stored from there.
+    ``x_ptr: [S, T, L]``; ``copy_ptr: [S, T, L]``, contiguous, gets the rounded values, from which codes are made, if
+    ``CAST``; ``values_ptr``: bytes of ``nnz`` blocks.
     """
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exist = (place >= 0) & (place < nnz)  # of nearly 2^31 blocks, the last tile reaches beyond int32
@@ -489,13 +502,13 @@ class PackLaunch:
 
     Args:
         shape: ``(S, T, L)``.
-        strides: Strides of samples and rows; the last one is 1.
+        strides: Strides of samples and rows; the last stride is 1.
         block_size: Values per block.
         keep: Blocks kept per sample.
         device: Where the kernels run.
         casts: Whether a copy in another dtype is written and packed.
-        bits: To how many bits values are quantized, 0 for values as they are.
-        selection: Which blocks are kept.
+        bits: Bits of a stored value, 0 for unchanged values.
+        selection: Which blocks are kept, see ``config.Keep``.
     """
 
     def __init__(
@@ -529,7 +542,7 @@ class PackLaunch:
         gathered = (rows * length, length) if casts else strides
         unit = stride_unit(*gathered)
         scalars = (gathered[0] // unit, gathered[1] // unit, samples, blocks, words, runs)
-        # The keys come before them, or None, of which the compiled kernel has no trace.
+        # The keys come before the scalars. If there are none, None compiles to a kernel without them.
         keys = () if unbiased else (None,)
         layout = length, columns, unit
         if encoded:
@@ -565,7 +578,7 @@ class PackLaunch:
 def _keys_launch(
     shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int, casts: bool, select: int
 ) -> Launch:
-    """Return the launch that writes the keys, and the copy if it casts, and zeroes so many words of control."""
+    """Return the launch that writes the keys, and the copy if it casts, and zeroes ``control`` words."""
     samples, rows, length = shape
     columns, block = ceil_div(length, block_size), triton.next_power_of_2(block_size)
     # 4096 values a program, 32 a thread at 4 warps: whole rows first, so that a warp reads along memory.
@@ -580,9 +593,9 @@ def _keys_launch(
 
 
 def _programs(samples: int, blocks: int, device: torch.device) -> int:
-    """Return how many programs share a sample, 0 if its keys fit into the registers of one.
+    """Return the number of programs that share a sample, 0 if its keys fit into the registers of one.
 
-    One per 8192 keys, as long as all of them are on the GPU together: they wait for each other.
+    There is one for every 8192 keys, as long as all of them are on the GPU together: they wait for each other.
     """
     if blocks <= REGISTER_BLOCKS:
         return 0
@@ -590,7 +603,7 @@ def _programs(samples: int, blocks: int, device: torch.device) -> int:
 
 
 def _select_launch(samples: int, blocks: int, keep: int, programs: int) -> Launch:
-    """Return the launch that selects and writes bitmap and offsets."""
+    """Return the launch that selects blocks and writes bitmap and offsets."""
     padded = triton.next_power_of_2(blocks)
     scalars = (blocks, keep, ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS))
     if programs:
@@ -599,13 +612,13 @@ def _select_launch(samples: int, blocks: int, keep: int, programs: int) -> Launc
     if padded <= 512:
         group = max(1, min(4096 // padded, triton.next_power_of_2(samples)))
         return Launch(select_rows_kernel, (ceil_div(samples, group),), *scalars, samples, group, padded, num_warps=4)
-    # 8 warps were faster than 4, 16 and 32 for 2,352 to 9,408 blocks: what counts is the way between the warps.
+    # 8 warps were faster than 4, 16 and 32 for 2,352 to 9,408 blocks: the exchange between warps decides.
     warps, piece = (16, 8192) if padded == REGISTER_BLOCKS else (min(8, padded // 256), padded)
     return Launch(select_kernel, (samples,), *scalars, padded, piece, num_warps=warps)
 
 
 def _largest_dropped_launch(samples: int, blocks: int, words: int) -> Launch:
-    """Return the launch for so many blocks in each sample, to be called with keys and bitmap."""
+    """Return the launch of ``largest_dropped_kernel``, which takes keys and bitmap."""
     tile = min(MAX_TILE, triton.next_power_of_2(blocks))
     group = max(1, min(MAX_TILE // tile, triton.next_power_of_2(samples)))
     grid = (ceil_div(samples, group) * ceil_div(blocks, tile),)
@@ -615,14 +628,14 @@ def _largest_dropped_launch(samples: int, blocks: int, words: int) -> Launch:
 class QuantizeLaunch:
     """Quantizes all blocks of inputs of one shape and layout.
 
-    Bitmap and offsets are one tensor without memory, the same one in all calls: nobody has anything to write to it.
+    Bitmap and offsets are one empty tensor, the same in all calls: nothing is ever written to it.
 
     Args:
         shape: ``(S, T, L)``.
-        strides: Strides of samples and rows; the last one is 1.
+        strides: Strides of samples and rows; the last stride is 1.
         block_size: Values per block.
         casts: Whether a copy in another dtype is written and stored.
-        bits: To how many bits values are quantized.
+        bits: Bits of a stored value.
     """
 
     def __init__(
@@ -644,7 +657,7 @@ class QuantizeLaunch:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a launch that casts."""
         values = self.store(x, copy)
         if self._positions is None:
-            with torch.inference_mode(False):  # else nothing could save it for backward
+            with torch.inference_mode(False):  # inference tensors cannot be saved for backward
                 self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
         return values, self._positions, self._positions
 
@@ -665,13 +678,13 @@ def pack_launch(
     bits: int = 0,
     selection: str = "largest",
 ) -> PackLaunch | QuantizeLaunch:
-    """Return what packs inputs ``[S, T, L]``, last stride 1, or their copies in the dtype ``cast``.
+    """Return what packs inputs ``[S, T, L]``, whose last stride is 1, or their copies in the dtype ``cast``.
 
-    It depends on the input's dtype and on whether that starts at a multiple of 16 bytes, too, but only in the compiled
-    kernels that it keeps; memory for the copy is new, hence aligned.
+    The compiled kernels that it keeps also depend on the dtype of the input and on whether that starts at a multiple of
+    16 bytes. Memory for the copy is new, so it always does.
     """
     if keeps_all(keep):
         return QuantizeLaunch(shape, strides[:2], block_size, cast is not None, bits)
     if keep == shape[1] * ceil_div(shape[2], block_size):
-        selection = "largest"  # all are kept as they are
+        selection = "largest"  # all blocks are kept, unscaled
     return PackLaunch(shape, strides[:2], block_size, keep, device, cast is not None, bits, selection)

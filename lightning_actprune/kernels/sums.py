@@ -1,11 +1,11 @@
-"""Column sums: the bias gradient ``sum_r grad_y[r, o]`` at the speed of reading ``grad_y`` once.
+"""Column sums: the bias gradient ``sum_r grad_y[r, o]``, in the time that it takes to read ``grad_y`` once.
 
-A program adds up one part of the rows for 64 columns, in fp32 and in a fixed order. The program that finishes last for
-its columns adds the parts, in their order: the result does not depend on which program that is. It knows by a counter
-that each program raises once its part is in memory, and sets it back to zero for the next launch; launches on one
-stream follow each other, so a few counters per stream do for all. What a CUDA graph records has its own, zeroed at each
-replay: graphs recorded on one stream may be replayed on several at once. So have operators that the dispatcher calls
-(``codec.dispatch``).
+A program adds up a part of the rows for 64 columns, in fp32 and in a fixed order. The program that finishes last for
+its columns adds the parts in their order, so the result does not depend on which program that is. It knows by a
+counter, which each program increments once its part is in memory, and which the last one resets for the next launch.
+Launches on one stream follow each other, so they share a few counters. A captured CUDA graph has counters of its own,
+zeroed in each replay, since graphs that were captured on one stream may be replayed on several at once. So do operators
+that the dispatcher calls (``codec.dispatch``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ COLS = 64
 TILE_BYTES = 8192
 """Bytes of a tile."""
 STAGES = 4
-"""Tiles in a program's shared memory, all but one of them on their way. Left to itself the compiler loads 16 bytes a
+"""Tiles in a program's shared memory, of which all but one are being loaded. By default the compiler loads 16 bytes a
 thread, waits, and adds: 2 TB/s on an H200."""
 PROGRAMS = 4
-"""Programs wanted per multiprocessor. Of nine settings these four were the best on an H200: 34 us for 25216 x 2304
-values in bf16 and 14 for 25216 x 768, where torch takes 47 and 38."""
+"""Programs per multiprocessor. Of nine settings these four were the best on an H200: 34 us for 25216 x 2304 values in
+bf16 and 14 for 25216 x 768, where torch takes 47 and 38."""
 MOST_PARTS = 128
-"""Most parts: they are added by one program, all in registers."""
+"""Most parts, since one program adds them all in registers."""
 COUNTERS = 1024
-"""Counters allocated at once: 64 columns each."""
+"""Counters allocated at once, each for 64 columns."""
 
 
 @triton.jit
@@ -41,10 +41,11 @@ def column_sums_kernel(
     grad_ptr, partial_ptr, counters_ptr, out_ptr, stride_grad, rows, outputs, share, ROWS: tl.constexpr,
     COLS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of ``share`` rows, ``partial [parts, OUT]``; grid ``(OUT / COLS, parts)``.
+    """Add up ``share`` rows of ``COLS`` columns; grid ``(OUT / COLS, parts)``.
 
-    ``WIDE``: offsets into ``grad_y`` do not fit 32 bits. ``PARTS``: if not 0, at least the number of parts, and the
-    last program writes their sum to ``out``. Then one counter per ``COLS`` columns is zero before and after.
+    ``grad_ptr: [rows, OUT]``, ``partial_ptr: [parts, OUT]`` in fp32, ``counters_ptr: [OUT / COLS]``, zero before and
+    after, ``out_ptr: [OUT]``. ``WIDE``: offsets into ``grad_y`` need 64 bits. ``PARTS`` is the number of parts, rounded
+    up to a power of two, which the last program adds; or 0 if there is one part, and ``partial`` is the result.
     """
     o = tl.program_id(0) * COLS + tl.arange(0, COLS)
     sums = _sums_of_share(grad_ptr, o, stride_grad, rows, outputs, share, ROWS, COLS, WIDE, STAGES)
@@ -62,10 +63,11 @@ def add_sets_kernel(
     sets_ptr, counters_ptr, first_ptr, second_ptr, stride_grad, rows, outputs, share, skipped, ROWS: tl.constexpr,
     COLS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums over the rows of ``sets [R, sets, OUT]``, of one set or two; grid ``(OUT / COLS, parts, sets)``.
+    """Add up ``share`` rows of one or two sets of sums; grid ``(OUT / COLS, parts, sets)``.
 
-    As ``column_sums_kernel``, but that parts are written behind the sets, from place ``skipped`` on, and that there is
-    a counter for each set and ``COLS`` columns.
+    Works like ``column_sums_kernel``. ``sets_ptr: [rows, sets, OUT]`` in fp32, followed by the parts
+    ``[sets, parts, OUT]`` from number ``skipped`` on; ``counters_ptr: [sets, OUT / COLS]``; ``first_ptr`` and
+    ``second_ptr: [OUT]``.
     """
     which = tl.program_id(2)
     o = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -86,7 +88,7 @@ def _sums_of_share(
     grad_ptr, o, stride_grad, rows, outputs, share, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the columns ``o`` over this program's rows, fp32."""
+    """Return the sums ``[COLS]`` of the columns ``o`` over this program's rows, fp32."""
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, rows)
     total = tl.zeros([ROWS, COLS], tl.float32)
@@ -100,17 +102,17 @@ def _sums_of_share(
 
 @triton.jit
 def _is_last(counter):
-    """Count this program, whose part is stored, and return whether all others of its columns were counted before."""
-    tl.debug_barrier()  # the whole part is written before the one thread that counts says so
+    """Count this program, whose part is stored, and return True if all others of its columns were counted before."""
+    tl.debug_barrier()  # the whole part is in memory before one thread counts it
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1
 
 
 @triton.jit
 def _sum_of_parts(partial_ptr, o, outputs, PARTS: tl.constexpr):
-    """Return the sum of all parts ``[parts, OUT]`` of the columns ``o``."""
+    """Return the sums of all parts ``[parts, OUT]`` in the columns ``o``."""
     p = tl.arange(0, PARTS)
     inside = (p < tl.num_programs(1))[:, None] & (o < outputs)[None, :]
-    # Past the L1 cache, which other multiprocessors' stores do not reach.
+    # Bypasses the L1 cache, which other multiprocessors' stores do not reach.
     parts = tl.load(partial_ptr + p[:, None] * outputs + o[None, :], mask=inside, other=0.0, cache_modifier=".cg")
     return tl.sum(parts, axis=0)
 
@@ -124,11 +126,11 @@ def _store_set(first_ptr, second_ptr, which, o, sums, outputs):
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
-"""By device and stream."""
+"""Counters by device and stream."""
 
 
 def _zeroed_counters(x: Tensor, groups: int) -> Tensor:
-    """Return at least ``groups`` counters for the current stream, new ones where none may be kept."""
+    """Return at least ``groups`` zeroed counters for the current stream, new ones where none may be reused."""
     if not may_keep_memory(x):
         return torch.zeros(groups, dtype=torch.int32, device=x.device)
     stream = raw_stream(x.device.index) if x.is_cuda else 0
@@ -144,11 +146,11 @@ class ColumnSumsLaunch:
 
     Args:
         rows: Rows of the gradient.
-        outputs: Its columns.
-        stride: Its row stride.
+        outputs: Columns of the gradient.
+        stride: Distance of rows, in values.
         itemsize: Bytes per value.
         dtype: Type of the result.
-        device: Where the kernels run.
+        device: Where the kernel runs.
     """
 
     def __init__(
@@ -172,18 +174,18 @@ class ColumnSumsLaunch:
 
 
 class AddSetsLaunch:
-    """Adds what programs have left of one set of sums or two.
+    """Adds up what each of several programs has left: one or two sets of sums.
 
     Args:
         rows: Programs.
-        sets: Sets of each.
+        sets: Sets of each program, 1 or 2.
         outputs: Sums of a set.
         device: Where the kernel runs.
     """
 
     def __init__(self, rows: int, sets: int, outputs: int, device: torch.device) -> None:
         groups = ceil_div(outputs, COLS)
-        # As if there were two sets, so that sums do not depend on what else is wanted.
+        # Always sized for two sets, so that a sum does not depend on whether the other one is wanted.
         tile, share, parts, finished = _shares(rows, 2 * groups, 4, device)
         skipped = rows * sets * outputs
         self.scratch = skipped + (parts * sets * outputs if finished else 0)
@@ -192,7 +194,7 @@ class AddSetsLaunch:
         self._add = Launch(add_sets_kernel, (groups, parts, sets), *sizes, num_warps=4)
 
     def __call__(self, scratch: Tensor, first: Tensor, second: Tensor) -> None:
-        """Write the sums; ``scratch`` begins with ``[rows, sets, outputs]``, and ``second`` may be any tensor."""
+        """Write the sums. ``scratch`` begins with ``[rows, sets, outputs]``; with one set ``second`` is any tensor."""
         counters = _zeroed_counters(scratch, self._groups) if self._counts else scratch
         self._add(scratch, counters, first, second)
 
@@ -200,16 +202,16 @@ class AddSetsLaunch:
 def column_sums_launch(
     rows: int, outputs: int, stride: int, itemsize: int, dtype: torch.dtype, device: torch.device
 ) -> ColumnSumsLaunch:
-    """Return what adds up the rows of ``grad_y [rows, outputs]`` in ``dtype``: ``rows > 0``, columns side by side.
+    """Return what adds up the rows of ``grad_y [rows, outputs]``, with stride 1 along columns, in ``dtype``.
 
-    It depends on the dtype of ``grad_y`` and on whether that starts at a multiple of 16 bytes, too, but only in the
-    compiled kernels that it keeps.
+    ``rows`` is positive. The compiled kernels that it keeps also depend on the dtype of ``grad_y`` and on whether that
+    starts at a multiple of 16 bytes.
     """
     return ColumnSumsLaunch(rows, outputs, stride, itemsize, dtype, device)
 
 
 def _shares(rows: int, groups: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return the rows of a tile and of a part, the parts, and these as ``PARTS``, for ``groups`` of columns."""
+    """Return, for ``groups`` of columns: rows of a tile, rows of a part, the number of parts, and ``PARTS``."""
     tile = TILE_BYTES // (COLS * itemsize)
     wanted = min(MOST_PARTS, ceil_div(PROGRAMS * multiprocessors(device), groups), ceil_div(rows, 2 * tile))
     share = ceil_div(ceil_div(rows, wanted), tile) * tile

@@ -1,9 +1,9 @@
 """Unpack: from kept blocks back to the dense tensor, zeros included, in one pass.
 
-Each program handles one run of 128 blocks: it finds the kept ones and their places from bitmap and offsets, and writes
-the whole tile. Quantized values cost arithmetic, which no lane should spend on a dropped block: there a program
-writes zeros to the dropped ones first, and then finds the kept ones by their ranks (see ``places``). Where all blocks
-are stored, it takes apart the whole tile.
+Bytes moved: the values, bitmap and offsets once, and the dense tensor once. A program handles one run of 128 blocks. It
+finds the kept ones and their places from bitmap and offsets, and writes the whole tile. Quantized values cost
+arithmetic, which no lane should spend on a dropped block: there a program first writes zeros to the dropped blocks, and
+then finds the kept ones by their ranks (see ``places``). If no block is dropped, it decodes the whole tile.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ def unpack_kernel(
     nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides.
+    """Write one run of blocks per program.
 
-    Quantized blocks, ``nnz``, are all those of one sample in order; ``unpack_kept_kernel`` reads others.
+    ``values_ptr: [nnz, B]``, or the bytes of ``nnz`` blocks; ``bitmap_ptr: [S, words]`` and ``offsets_ptr: [S, runs]``,
+    int32; ``out_ptr``: row ``r`` starts at ``(r // inner, r % inner)`` by its two strides. Quantized blocks are all
+    blocks of one sample in order; ``unpack_kept_kernel`` reads them where some are dropped.
     """
     if FORMAT:
         n = tl.program_id(0) * RUN + tl.arange(0, RUN)
@@ -68,16 +70,16 @@ def unpack_kept_kernel(
     nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write one run of quantized blocks, of which ``nnz`` are kept in all; tensor as in ``unpack_kernel``.
+    """Write one run of quantized blocks with ``PARTS`` programs; pointers as in ``unpack_kernel``.
 
-    ``PARTS`` programs share a run: zeros to a part of its dropped blocks, and ``TILE`` kept ones at a time.
+    Each program writes zeros to its part of the dropped blocks, and then kept ones, ``TILE`` at a time.
     """
     part = tl.program_id(0) % PARTS
     first, run = run_of(tl.program_id(0) // PARTS, runs, LANES)
     w0, w1, w2, w3 = kept_words(bitmap_ptr, first, run, samples, words, LANES)
     place, count = tl.load(offsets_ptr + first.to(tl.int64) * runs + run), count_kept(w0, w1, w2, w3)
 
-    # 1024 zeros at a time: where rows are not aligned, each has an address and a mask of its own in registers.
+    # 1024 zeros at a time: in unaligned rows each has an address and a mask in registers.
     PIECE: tl.constexpr = BLOCK if BLOCK < 64 else 64
     ZEROED: tl.constexpr = RUN // PARTS if RUN // PARTS * PIECE < 1024 else 1024 // PIECE
     zeros = tl.zeros([ZEROED, PIECE], out_ptr.dtype.element_ty)
@@ -99,13 +101,13 @@ def unpack_kept_kernel(
 
 @triton.jit
 def _row_start(r, stride_outer, stride_inner, inner, UNIT: tl.constexpr):
-    """Return where rows start."""
+    """Return the first value of each row ``r``."""
     return (r // inner).to(tl.int64) * stride_outer * UNIT + (r % inner).to(tl.int64) * stride_inner * UNIT
 
 
 @triton.jit
 def _store_blocks(out_ptr, row, column, exist, x, first, length: tl.constexpr, B: tl.constexpr):
-    """Write values ``x [R, BLOCK]`` of blocks, from their value ``first`` on, to their ``row`` and block ``column``."""
+    """Write ``x [R, BLOCK]``, values of blocks from ``first`` on, to rows at ``row`` and block columns ``column``."""
     e = first + tl.arange(0, x.shape[1])
     columns = column[:, None] * B + e[None, :]
     tl.store(out_ptr + row[:, None] + columns, x, mask=exist[:, None] & (columns < length) & (e < B)[None, :])
@@ -122,17 +124,17 @@ def unpack_launch(
 ) -> Launch:
     """Return the launch that writes the pruned tensor, given values, bitmap and offsets, and memory for it.
 
-    It depends on the dtype of the tensor and on which of the ones read start at a multiple of 16 bytes, too, but only
-    in the compiled kernel that it keeps; the one written always does.
+    The compiled kernel that it keeps also depends on the dtype of the tensor, and on which of those that are read start
+    at a multiple of 16 bytes; the one that is written always does.
 
     Args:
-        samples: Those within which blocks compete; 0 if all blocks are stored, without positions.
-        kept: Blocks stored of all samples if they are quantized, 0 otherwise: there nothing depends on their number.
+        samples: Samples within which blocks compete; 0 if all blocks are stored, without bitmap and offsets.
+        kept: Stored blocks of all samples if they are quantized, else 0: then nothing depends on their number.
         shape: ``[batch, rows, length]`` of the pruned tensor.
-        features_first: Whether it is written permuted, as ``[rows, batch, length]``.
+        features_first: Whether it is written as ``[rows, batch, length]``.
         block_size: Values per block.
-        bits: To how many bits they are quantized.
-        device: Where all of it is.
+        bits: Bits of a stored value, 0 for unchanged values.
+        device: Where all tensors are.
     """
     everything, samples = samples == 0, max(samples, 1)
     batch, inner, length = shape
@@ -148,7 +150,7 @@ def unpack_launch(
     if not encoded or everything:
         tile = (block_size, min(64, tile_width(block_size)), tile[2]) if encoded else tile
         return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, encoded, **options)
-    if not features_first:  # rows follow each other: as a number of its own, 1 spares the kernel two divisions a block
+    if not features_first:  # rows follow each other; inner = 1 saves the kernel two divisions a block
         scalars = (length // unit, length // unit, 1, *scalars[3:])
     turns = choose_turns(tile_width(block_size), RUN_BLOCKS * kept / max(1, samples * blocks))
     tiles = block_size, tile_width(block_size), turns.tile, turns.parts, tile[2], encoded

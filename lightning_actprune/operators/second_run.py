@@ -102,13 +102,6 @@ class _Buffer(NamedTuple):
     copy: Tensor | None
 
 
-class _Parameter(NamedTuple):
-    """A parameter after the first run."""
-
-    tensor: Tensor
-    version: int
-
-
 class FirstRun:
     """Records the first run of a module, and makes its second run compute the same.
 
@@ -131,7 +124,7 @@ class FirstRun:
         """Whether the second run is compared with this one, so that both need the exact inputs."""
         self._training = [inner.training for inner in self._modules]
         self._buffers: list[tuple[int, nn.Module, dict[str, _Buffer]]] = []
-        self._parameters: list[tuple[nn.Module, str, _Parameter]] = []
+        self._parameters: list[tuple[nn.Module, str, nn.Parameter, int]] = []
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
@@ -166,25 +159,11 @@ class FirstRun:
         self._find_written_buffers()
         self._record_generators(generators)
         self._parameters = [
-            (inner, name, _Parameter(parameter, parameter._version))
+            (inner, name, parameter, parameter._version)
             for inner in self._modules
             for name, parameter in inner._parameters.items()
             if parameter is not None and type(parameter) in _PLAIN
         ]
-
-    @contextmanager
-    def _restore(self) -> Iterator[None]:
-        """Restore what the first run started from, for the second run inside this context."""
-        with ExitStack() as stack:
-            stack.callback(self._restore_training())
-            stack.callback(self._exchange_parameters())
-            stack.callback(self._exchange_buffers())
-            if self._generators is not None:
-                stack.callback(set_python_generators, python_generators())
-                set_python_generators(self._generators)
-            if self._attention != _attention_kernels():
-                stack.enter_context(sdpa_kernel(list(self._attention)))
-            yield
 
     def run_again(self, run: Callable[[], Any]) -> Any:
         """Call ``run``, the second run, from the state in which the first one started, and return its result.
@@ -192,7 +171,15 @@ class FirstRun:
         Raises:
             RuntimeError: If the second run fails or computes something else. The text names the module.
         """
-        with self._restore():
+        with ExitStack() as stack:
+            self._restore_training(stack)
+            self._restore_parameters(stack)
+            self._restore_buffers(stack)
+            if self._generators is not None:
+                stack.callback(set_python_generators, python_generators())
+                set_python_generators(self._generators)
+            if self._attention != _attention_kernels():
+                stack.enter_context(sdpa_kernel(list(self._attention)))
             try:
                 return self._run_and_compare(run) if self.is_compared else run()
             except Exception as error:
@@ -266,26 +253,16 @@ class FirstRun:
 
     # === Parameters and flags =============================================================================
 
-    def _restore_training(self) -> Callable[[], None]:
-        """Set the flags to those of the first run; return a function that undoes it."""
-        flags = [
-            (inner, inner.training)
-            for inner, training in zip(self._modules, self._training, strict=True)
-            if inner.training != training
-        ]
-        for inner, training in flags:
-            inner.training = not training
-
-        def undo() -> None:
-            for inner, training in flags:
+    def _restore_training(self, stack: ExitStack) -> None:
+        """Set the flags to those of the first run until ``stack`` closes."""
+        for inner, training in zip(self._modules, self._training, strict=True):
+            if inner.training != training:
+                stack.callback(setattr, inner, "training", inner.training)
                 inner.training = training
 
-        return undo
-
-    def _exchange_parameters(self) -> Callable[[], None]:
-        """Put the parameters of the first run into the module; return a function that undoes it."""
-        originals = []
-        for inner, name, (parameter, version) in self._parameters:
+    def _restore_parameters(self, stack: ExitStack) -> None:
+        """Put the parameters of the first run into the module until ``stack`` closes."""
+        for inner, name, parameter, version in self._parameters:
             original = inner._parameters.get(name)
             if parameter._version != version:
                 raise SecondRunError(
@@ -294,14 +271,8 @@ class FirstRun:
                     "the optimizer steps, or before anything else that writes to weights."
                 )
             if original is not parameter and type(original) in _PLAIN:
-                originals.append((inner, name, original))
-                inner._parameters[name] = parameter  # type: ignore[assignment]
-
-        def undo() -> None:
-            for inner, name, original in originals:
-                inner._parameters[name] = original
-
-        return undo
+                stack.callback(inner._parameters.__setitem__, name, original)
+                inner._parameters[name] = parameter
 
     # === Buffers ==========================================================================================
 
@@ -326,9 +297,8 @@ class FirstRun:
                 self._history.buffer_writers.add(number)
         self._buffers = [each for each in self._buffers if each[2] or each[1]._buffers]
 
-    def _exchange_buffers(self) -> Callable[[], None]:
-        """Put the buffers that the first run started with into the module; return a function that undoes it."""
-        originals = []
+    def _restore_buffers(self, stack: ExitStack) -> None:
+        """Put the buffers that the first run started with into the module until ``stack`` closes."""
         for number, inner, before in self._buffers:
             buffers = {}
             for name, buffer in before.items():
@@ -346,16 +316,10 @@ class FirstRun:
             if buffers.keys() != inner._buffers.keys() or any(
                 buffers[name] is not tensor for name, tensor in inner._buffers.items()
             ):
-                originals.append((inner, dict(inner._buffers)))
+                stack.callback(inner._buffers.update, dict(inner._buffers))
+                stack.callback(inner._buffers.clear)  # called before the update
                 inner._buffers.clear()
                 inner._buffers.update(buffers)
-
-        def undo() -> None:
-            for inner, buffers in originals:
-                inner._buffers.clear()
-                inner._buffers.update(buffers)
-
-        return undo
 
     # === Generators of Python and NumPy ===================================================================
 

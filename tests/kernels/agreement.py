@@ -45,16 +45,16 @@ def check_launch(x, block_size, keep, selection="largest", bits=0, cast=None):
     all_same(stored, expected(x.to(cast or x.dtype), block_size, keep, bits, selection))
 
 
-def compare(call: Callable[..., Tensor], given: Sequence[Tensor | None]) -> None:
+def compare(call: Callable[..., Tensor], inputs: Sequence[Tensor | None]) -> None:
     """Compare ``call(*given)`` by kernels and in plain torch; the first of ``given`` is normalised and stored."""
-    given = [None if t is None else t.detach().requires_grad_() for t in given]
-    leaves = [t for t in given if t is not None]
-    made = []
+    inputs = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    leaves = [t for t in inputs if t is not None]
+    calls = []
     for backend in ("triton", "reference"):
         with force_backend(backend), launches() as names, saved_tensors() as saved:  # type: ignore[arg-type]
-            made.append((call(*given), saved))
+            calls.append((call(*inputs), saved))
         assert bool(names) == (backend == "triton")
-    (y, saved), (right, expected) = made
+    (y, saved), (right, expected) = calls
     assert y.dtype == right.dtype
     torch.testing.assert_close(y.nan_to_num(), right.nan_to_num(), rtol=eps(y.dtype), atol=1e-5)
     assert saved[0].shape == expected[0].shape
@@ -63,12 +63,12 @@ def compare(call: Callable[..., Tensor], given: Sequence[Tensor | None]) -> None
     for mine, theirs in zip(saved[1:], expected[1:], strict=False):
         if mine.dtype == torch.float32:
             torch.testing.assert_close(mine, theirs, rtol=16 * FP32, atol=4 * FP32, equal_nan=True)
-    grad_y, found = torch.randn_like(y), []
+    grad_y, grads = torch.randn_like(y), []
     for backend in ("triton", "reference"):
         with force_backend(backend), launches() as names:  # type: ignore[arg-type]
-            found.append(torch.autograd.grad(y, leaves, grad_y, retain_graph=True))
+            grads.append(torch.autograd.grad(y, leaves, grad_y, retain_graph=True))
         assert bool(names) == (backend == "triton")
-    for actual, wanted in zip(*found, strict=True):
+    for actual, wanted in zip(*grads, strict=True):
         assert actual.dtype == wanted.dtype
         assert torch.equal(actual.isnan(), wanted.isnan())
         assert oracle.relative_error(actual.nan_to_num(), wanted.nan_to_num()) < max(1e-5, eps(actual.dtype))

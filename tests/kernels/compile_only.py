@@ -95,8 +95,8 @@ def of_blocks(target: int) -> list[Specimen]:
     keys += [("keys_block", block, "bf16"), ("keys_cast_block", block | cast, "bf16")]
     keys += [("keys_cast", tile | cast, "bf16"), ("keys_cast", tile | cast, "fp16")]
     keys += [("keys_cast_narrow", narrow | cast, "bf16")]
-    found = [(label, pack.block_keys_kernel, constants, value, four) for label, constants, value in keys]
-    found += [
+    result = [(label, pack.block_keys_kernel, constants, value, four) for label, constants, value in keys]
+    result += [
         ("select", pack.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
         ("select", pack.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
         ("select_rows", pack.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", four),
@@ -110,51 +110,51 @@ def of_blocks(target: int) -> list[Specimen]:
     for (value, size), parts in itertools.product((("bf16", 2), ("fp32", 4)), (0, sums.MOST_PARTS)):
         added = {"ROWS": sums.TILE_BYTES // (sums.COLS * size), "COLS": sums.COLS, "STAGES": sums.STAGES}
         added["PARTS"] = parts
-        found.append(("column_sums", sums.column_sums_kernel, added | {"WIDE": False}, value, four))
+        result.append(("column_sums", sums.column_sums_kernel, added | {"WIDE": False}, value, four))
         if value == "fp32":
-            found.append(("add_sets", sums.add_sets_kernel, added, value, four))
-    found += [weight_grad_specimen(size, value, target) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
+            result.append(("add_sets", sums.add_sets_kernel, added, value, four))
+    result += [weight_grad_specimen(size, value, target) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
     types = types_of(target)
     for size in (*BLOCK_SIZES, MAX_BLOCK_SIZE):
         _, sizes, options = run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), sizes, strict=True)) | rows(6 * size, size)
-        found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, next(types), options))
-        found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, next(types), options))
-        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, next(types), options))
+        result.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, next(types), options))
+        result.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, next(types), options))
+        result.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, next(types), options))
     for name, length in (("narrow", NARROW_ROW), ("block", 32)):
         run = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(length, 32)
-        found.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
-        found.append((f"unpack_{name}", unpack.unpack_kernel, run | {"FORMAT": 0}, "bf16", four))
-    return found
+        result.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
+        result.append((f"unpack_{name}", unpack.unpack_kernel, run | {"FORMAT": 0}, "bf16", four))
+    return result
 
 
 def of_formats(target: int) -> list[Specimen]:
-    found, types, four = list[Specimen](), types_of(target), {"num_warps": 4}
+    result, types, four = list[Specimen](), types_of(target), {"num_warps": 4}
     for bits, size in (*FORMATS, WIDE):
         constants, options = turned(bits, size)
         quantize, name = pack.quantize_kernel, f"{bits}_b{size}"
-        found.append((f"quantize_{name}", quantize, constants | UNSCALED, next(types), options))
-        found.append((f"quantize_scaled_{name}", quantize, constants, next(types), options))
-        found.append((f"unpack_{name}", unpack.unpack_kept_kernel, constants, next(types), options))
+        result.append((f"quantize_{name}", quantize, constants | UNSCALED, next(types), options))
+        result.append((f"quantize_scaled_{name}", quantize, constants, next(types), options))
+        result.append((f"unpack_{name}", unpack.unpack_kept_kernel, constants, next(types), options))
         if (bits, size) == WIDE:
             continue
         block, blocks = whole_blocks(size)
         constants = {"B": size, "BLOCK": block, "FORMAT": encode_format(bits, size)}
         counted = constants | {"TILE": 128, "COLS": 16, "BLOCKS": blocks}
-        found.append((f"count_and_dequantize_{name}", linear.count_and_dequantize_kernel, counted, next(types), four))
+        result.append((f"count_and_dequantize_{name}", linear.count_and_dequantize_kernel, counted, next(types), four))
         constants |= {"CAST": False, "TILE": blocks} | rows(6 * size, size)
-        found.append((f"quantize_all_{name}", pack.quantize_all_kernel, constants, next(types), four))
+        result.append((f"quantize_all_{name}", pack.quantize_all_kernel, constants, next(types), four))
         if (bits, size) == (4, 32):
             more = {"CAST": True}, rows(32, 32)  # also of rows of one block, as a convolution has them
-            found += [("quantize_all_more", pack.quantize_all_kernel, constants | one, "bf16", four) for one in more]
+            result += [("quantize_all_more", pack.quantize_all_kernel, constants | one, "bf16", four) for one in more]
     for size in (64, 1000):  # almost nothing is kept, of rows that are not aligned
         constants, options = turned(4, size, 6.4, 6 * size + 6)
-        found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, next(types), options))
+        result.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, next(types), options))
     _, (_, _, lanes), options = run_tile(64, 4704, 32)
     for length in (192, 32):
         tile = {"B": 32, "BLOCK": min(64, tile_width(32)), "LANES": lanes, "FORMAT": encode_format(4, 32)}
-        found.append((f"unpack_all_{length}", unpack.unpack_kernel, tile | rows(length, 32), "bf16", options))
-    return found
+        result.append((f"unpack_all_{length}", unpack.unpack_kernel, tile | rows(length, 32), "bf16", options))
+    return result
 
 
 def types_of(target: int) -> Iterator[str]:
@@ -175,7 +175,7 @@ def turned(bits: int, size: int, kept: float = 51.2, length: int | None = None) 
 
 
 def of_activations(target: int) -> list[Specimen]:
-    found = []
+    result = []
     for function, bits in ACTIVATIONS:
         stored = StoredDerivative(function, PARAMETERS.get(function, ()), bits)
         label = f"{function}_{'bit' if stored.exact() else f'int{bits}'}"
@@ -186,13 +186,13 @@ def of_activations(target: int) -> list[Specimen]:
             scalars = (*scalars, activation.TILE)
             constants = dict(zip(kernel.arg_names[-len(scalars) :], scalars, strict=True))
             if value == "bf16" or (function, bits) in (("gelu", 4), ("relu", 4)):
-                found.append((f"{name}_{label}", kernel, constants, value, {"num_warps": 4}))
+                result.append((f"{name}_{label}", kernel, constants, value, {"num_warps": 4}))
     mask = {"TILE": 2 * activation.TILE}
-    return [*found, ("pack_mask", activation.pack_mask_kernel, mask, "bf16", {"num_warps": 4})]
+    return [*result, ("pack_mask", activation.pack_mask_kernel, mask, "bf16", {"num_warps": 4})]
 
 
 def of_gates(target: int) -> list[Specimen]:
-    found = []
+    result = []
     names = "FUNCTION", "P", "Q", "LOWER", "HIGHER", "EXACT", "FOR_A", "FOR_U"
     for function, bits, size, length, value in GATES:
         single = [(1, 0), (0, 1)] if (function, bits, size, value) == ("silu", 4, 32, "bf16") else []
@@ -202,15 +202,15 @@ def of_gates(target: int) -> list[Specimen]:
             stored = StoredDerivative(function, (), bits)
             scalars = *stored.function_constants(), *stored.bounds(), stored.exact(), *wanted
             forward = blocks | dict(zip(names, scalars, strict=True))
-            found.append((f"gate_{function}_{label}", gated.gate_kernel, forward, value, {"num_warps": 4}))
+            result.append((f"gate_{function}_{label}", gated.gate_kernel, forward, value, {"num_warps": 4}))
             if function == "silu" or size == 24:
                 backward = blocks | {"FOR_A": wanted[0], "FOR_U": wanted[1]}
-                found.append((f"gate_grad_{label}", gated.gate_grad_kernel, backward, value, {"num_warps": 4}))
-    return found
+                result.append((f"gate_grad_{label}", gated.gate_grad_kernel, backward, value, {"num_warps": 4}))
+    return result
 
 
 def of_norms(target: int) -> list[Specimen]:
-    found = []
+    result = []
     for case in (*NORMS, AFFINE, SCALED):
         bits, size, length, value = case
         normed, added = case in NORMS, case == SCALED
@@ -220,10 +220,10 @@ def of_norms(target: int) -> list[Specimen]:
         forward = constants | {"BIASED": not added, "ADDED": added, "ROUNDED": False}
         backward, options = constants | {"OF_WEIGHT": True, "OF_BIAS": not added}, {"num_warps": warps}
         label = f"{bits}_b{size}_{length}"
-        found.append((f"normalize_{label}", norm.normalize_kernel, forward, value, options))
+        result.append((f"normalize_{label}", norm.normalize_kernel, forward, value, options))
         options = options | {"maxnreg": norm.REGISTERS}
-        found.append((f"normalize_grad_{label}", norm.normalize_grad_kernel, backward, value, options))
-    return found
+        result.append((f"normalize_grad_{label}", norm.normalize_grad_kernel, backward, value, options))
+    return result
 
 
 def of_channels(target: int) -> list[Specimen]:
@@ -231,15 +231,15 @@ def of_channels(target: int) -> list[Specimen]:
     merge |= {"TRACKED": True, "COUNTED": True}
     add = {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
     add |= {"ROWS": channel_norm.ADDED_ROWS, "CHANNELS": channel_norm.ADDED_CHANNELS}
-    found = [
+    result = [
         ("merge_statistics", channel_norm.merge_statistics_kernel, merge, "fp32", {"num_warps": 4}),
         ("add_sums", channel_norm.add_sums_kernel, add, "fp32", {"num_warps": 4}),
     ]
     for name, bits, value in CHANNELS:
-        found += of_cut(name, bits, value, relu=False)
+        result += of_cut(name, bits, value, relu=False)
     for name, bits, value in RELUS:
-        found += of_cut(name, bits, value, relu=True)[1:]  # all but the statistics
-    return found
+        result += of_cut(name, bits, value, relu=True)[1:]  # all but the statistics
+    return result
 
 
 def of_cut(name: str, bits: int, value: str, relu: bool) -> list[Specimen]:
@@ -253,14 +253,14 @@ def of_cut(name: str, bits: int, value: str, relu: bool) -> list[Specimen]:
     read = {"LENGTH": length, "PIXEL": channels if length == 1 else 0, "CHANNELS": group, "VALUES": values}
     read["STAGES"] = channel_norm.STAGES
     written = flat | {"WEIGHTED": True, "BIASED": True, "RELU": relu}
-    made = [
+    kernels = [
         ("statistics", channel_norm.channel_statistics_kernel, read),
         ("channels_normalize", channel_norm.normalize_channels_kernel, written),
         ("channel_sums", sums_kernel, tile | {"FORMAT": encode_format(bits, 32), "RELU": relu}),
         ("channels_grad", channel_norm.channel_grad_kernel, flat | {"RELU": relu}),
     ]
     label = f"{name}_{bits}" + "_relu" * relu
-    return [(f"{kind}_{label}", kernel, constants, value, {"num_warps": 4}) for kind, kernel, constants in made]
+    return [(f"{kind}_{label}", kernel, constants, value, {"num_warps": 4}) for kind, kernel, constants in kernels]
 
 
 FAMILIES = {
@@ -312,8 +312,8 @@ def resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         text = subprocess.check_output([CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
-    found = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
+    numbers = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": numbers["REG"], "stack": numbers["STACK"], "local": numbers["LOCAL"]}
 
 
 def features(ptx: str) -> dict[str, int]:
@@ -334,20 +334,20 @@ def specimens(target: int) -> dict[tuple[str, int], Specimen]:
 
 
 def main(targets: list[int]) -> None:
-    jobs = [(target, *key) for target in targets for key in _found.setdefault(target, specimens(target))]
+    jobs = [(target, *key) for target in targets for key in _specimens.setdefault(target, specimens(target))]
     # Forked, because importing torch and triton takes longer than compiling a few kernels, and kernels do not travel.
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
         for line in pool.imap(_record, jobs):
             print(line, flush=True)
 
 
-_found: dict[int, dict[tuple[str, int], Specimen]] = {}
+_specimens: dict[int, dict[tuple[str, int], Specimen]] = {}
 """By target; forked processes find them here."""
 
 
 def _record(job: tuple[int, str, int]) -> str:
     target, family, index = job
-    label, kernel, constants, value, options = _found[target][family, index]
+    label, kernel, constants, value, options = _specimens[target][family, index]
     used = compile_kernel(kernel, constants, value, options, target)
     names = {"family": family, "kernel": label, "value": value, "target": target}
     return json.dumps({**names, "constants": constants, "options": options, **used})

@@ -85,8 +85,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the kernels in this process, watched or not")
     parser.add_argument("--device", default="cuda", help="of --run; cpu needs TRITON_INTERPRET=1")
-    known = ["memcheck", "racecheck", "synccheck", "initcheck"]
-    parser.add_argument("--tools", nargs="+", choices=known, default=known[:2], metavar="TOOL", help="of %(choices)s")
+    tools = ["memcheck", "racecheck", "synccheck", "initcheck"]
+    parser.add_argument("--tools", nargs="+", choices=tools, default=tools[:2], metavar="TOOL", help="of %(choices)s")
     arguments = parser.parse_args()
     if not arguments.run:
         return check(arguments.tools)

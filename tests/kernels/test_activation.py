@@ -56,12 +56,12 @@ def check(x: Tensor, name: str, bits: int) -> None:
     grad = torch.randn(len(x), device=x.device).to(dtype)
     with force_backend("triton"):
         y, codes = activate_eagerly(x, stored, dtype)
-        found = activation_grad(grad, codes, (1,), stored, dtype, True)
+        actual = activation_grad(grad, codes, (1,), stored, dtype, True)
     right, derivative = oracle(name, x)
     assert not ((y.double().cpu() - right).abs() > tolerance(name, x, right)).any()
     # Bit for bit, whichever codes they are.
     expected = multiply(grad.cpu(), codes.cpu(), stored, torch.float32)
-    assert torch.equal(found.cpu(), rounded(expected, dtype, x.device))
+    assert torch.equal(actual.cpu(), rounded(expected, dtype, x.device))
     read = multiply(torch.ones(len(x)), codes.cpu(), stored, torch.float32)
     bound = 1e-7 if stored.exact() else stored.start_and_step()[1] * (0.5 + 1e-3)
     assert (read - derivative).abs().max() <= bound
@@ -87,9 +87,9 @@ def test_what_is_not_finite_is_nan_with_its_run(kernel_device, bits):
         x[300] = value
         with force_backend("triton"):
             y, codes = activate_eagerly(x, stored, x.dtype)
-            found = activation_grad(torch.zeros_like(x), codes, (1,), stored, x.dtype, True)
+            actual = activation_grad(torch.zeros_like(x), codes, (1,), stored, x.dtype, True)
         assert y[300].isnan() if math.isnan(value) else y[300].isinf()
-        assert torch.equal(found.isnan().cpu(), (torch.arange(600) // 256) == 1)
+        assert torch.equal(actual.isnan().cpu(), (torch.arange(600) // 256) == 1)
     x = torch.tensor([math.nan, 1.0, math.inf, -math.inf], device=kernel_device)
     for name in EXACT:
         with force_backend("triton"):
@@ -101,11 +101,11 @@ def test_a_wider_output_from_the_same_pass(kernel_device):
     x, stored = inputs(700, torch.bfloat16).to(kernel_device), stored_of("gelu_tanh")
     with force_backend("triton"):
         y, codes = activate_eagerly(x, stored, torch.float32)
-        found = activation_grad(torch.ones_like(y), codes, (1,), stored, torch.bfloat16, True)
+        actual = activation_grad(torch.ones_like(y), codes, (1,), stored, torch.bfloat16, True)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y.double().cpu(), oracle("gelu_tanh", x)[0], rtol=1e-6, atol=1e-7)
-    assert found.dtype == torch.bfloat16
-    assert (found.double().cpu() - oracle("gelu_tanh", x)[1]).abs().max() <= stored.start_and_step()[1] * 0.5 + 2**-7
+    assert actual.dtype == torch.bfloat16
+    assert (actual.double().cpu() - oracle("gelu_tanh", x)[1]).abs().max() <= stored.start_and_step()[1] * 0.5 + 2**-7
 
 
 def test_unaligned_and_in_place(kernel_device):
@@ -138,12 +138,12 @@ def check_gate(a: Tensor, u: Tensor, name: str, bits: int, block_size: int) -> N
     grad = torch.randn(a.shape, device=a.device).to(a.dtype)
     with force_backend("triton"), launches() as names:
         z, values = gate_eagerly(a, u, function, stored, a.dtype)
-        found = gate_grad_eagerly(grad, values, stored, SEPARATE, a.dtype, u.dtype)
+        actual = gate_grad_eagerly(grad, values, stored, SEPARATE, a.dtype, u.dtype)
     assert names == ["gate_kernel", "gate_grad_kernel"]
     with force_backend("reference"):
         expected = gate_grad_eagerly(grad.cpu(), values.cpu(), stored, SEPARATE, torch.float32, torch.float32)
         _, same = gate_eagerly(a.cpu(), u.cpu(), function, stored, a.dtype)
-    for ours, right in zip(found, expected, strict=True):
+    for ours, right in zip(actual, expected, strict=True):
         assert torch.equal(ours.cpu(), rounded(right, a.dtype, a.device))
     right, q, p = gated_oracle(name, a, u)
     # A unit in the last place, and of fp32 maths a few of its own, more where 1 + erf cancels.
@@ -189,11 +189,11 @@ def test_halves_of_a_gradient_and_one_factor_alone(kernel_device):
         stored = StoredFactors(4, 32, *wanted)
         with force_backend("triton"):
             z, values = gate_eagerly(a, u, stored_of("silu"), stored, torch.float32)
-            found = gate_grad_eagerly(z, values, stored, SEPARATE, *types)
+            actual = gate_grad_eagerly(z, values, stored, SEPARATE, *types)
         with force_backend("reference"):
             expected = gate_grad_eagerly(z.cpu(), values.cpu(), stored, SEPARATE, *types)
             _, same = gate_eagerly(a.cpu(), u.cpu(), stored_of("silu"), stored, torch.float32)
-        for ours, right, needed in zip(found, expected, wanted, strict=True):
+        for ours, right, needed in zip(actual, expected, wanted, strict=True):
             assert (ours is not None) == needed
             assert ours is right is None or torch.equal(ours.cpu(), right)
         assert values.shape == same.shape
@@ -233,13 +233,13 @@ def test_large_products_on_the_gpu(shape, bits, dtype):
     exact = F.silu(a.double()) * u.double()
     assert ((z.double() - exact).abs() <= eps * exact.abs() + 2**-20 * u.double().abs() + 1e-7).all()
     grad = torch.randn_like(z)
-    (found,), (right,) = (torch.autograd.grad(y, x, grad) for y in (z, expected))
+    (actual,), (right,) = (torch.autograd.grad(y, x, grad) for y in (z, expected))
     # Root mean squares of normal values, see `ops.gate`, of q; p has less.
     error = {8: 0.0062, 4: 0.105, 3: 0.225, 2: 0.53}[bits]
-    assert (found - right).float().norm() <= (error + 2 * eps) * right.float().norm()
+    assert (actual - right).float().norm() <= (error + 2 * eps) * right.float().norm()
     again = gated_halves(x, stored_of("silu", bits), 32)
     assert torch.equal(z, again)
-    assert torch.equal(torch.autograd.grad(again, x, grad)[0], found)
+    assert torch.equal(torch.autograd.grad(again, x, grad)[0], actual)
 
 
 @pytest.mark.gpu
@@ -248,7 +248,7 @@ def test_addresses_beyond_32_bits():
     z = gated_halves(x, stored_of("silu", 8), 32)
     short = gated_halves(x[-100:], stored_of("silu", 8), 32)
     assert torch.equal(z[-100:], short)
-    (found,) = torch.autograd.grad(z, x, z)
+    (actual,) = torch.autograd.grad(z, x, z)
     (right,) = torch.autograd.grad(short, x, short)
     # Places, and so dithers, differ: both are off by at most a step of 1/255 of a range below 12, times a product.
-    assert (found[-100:] - right[-100:]).abs().max() < 0.06 * z[-100:].abs().max()
+    assert (actual[-100:] - right[-100:]).abs().max() < 0.06 * z[-100:].abs().max()

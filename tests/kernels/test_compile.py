@@ -39,11 +39,11 @@ def records():
 def compiled(records, request):
     """The records of all kernels of a family for a target."""
     target, family = request.param
-    found = [r for r in records if (r["target"], r["family"]) == (target, family)]
-    wanted = [(label, value) for (name, _), (label, _, _, value, _) in specimens(target).items() if name == family]
-    assert [(r["kernel"], r["value"]) for r in found] == wanted
-    assert len(wanted) >= 12
-    return found
+    rows = [r for r in records if (r["target"], r["family"]) == (target, family)]
+    expected = [(label, value) for (name, _), (label, _, _, value, _) in specimens(target).items() if name == family]
+    assert [(r["kernel"], r["value"]) for r in rows] == expected
+    assert len(expected) >= 12
+    return rows
 
 
 def allowed_stack(name, target):
@@ -76,9 +76,9 @@ def test_nothing_spills_and_programs_share_a_multiprocessor(compiled):
 
 def test_the_weight_gradient(records):
     """Tensor cores but for fp32; output gradients come by asynchronous copies of 16 bytes, as many as a turn needs."""
-    found = [r for r in records if r["kernel"].startswith("weight_grad")]
-    assert {(r["value"], r["target"]) for r in found} == set(itertools.product(WEIGHT_GRADS, TENSOR_CORES))
-    for r in found:
+    rows = [r for r in records if r["kernel"].startswith("weight_grad")]
+    assert {(r["value"], r["target"]) for r in rows} == set(itertools.product(WEIGHT_GRADS, TENSOR_CORES))
+    for r in rows:
         constants, size = r["constants"], 4 if r["value"] == "fp32" else 2
         if r["value"] == "fp32":
             assert not any(r["ptx"][instruction] for instruction in TENSOR_CORES.values()), r

@@ -47,8 +47,8 @@ def check(x, block_size, keep, bits):
     all_same(stored, right)
     dense = rounded(read(right, x.shape, block_size, bits), x.dtype, x.device)
     for features_first, wanted in ((False, dense), (True, dense.transpose(0, 1))):
-        found = unpack_batch(stored, tuple(x.shape), features_first, block_size, bits, x.dtype)
-        all_same((found,), (wanted,))
+        actual = unpack_batch(stored, tuple(x.shape), features_first, block_size, bits, x.dtype)
+        all_same((actual,), (wanted,))
     return dense
 
 

@@ -112,18 +112,18 @@ def test_what_is_not_known_is_left_to_triton(driver):
 def test_triton_launches_the_first_time_or_always(make, by_triton, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(dispatch, "LONG_COMPILATION", 0)
-    launcher, calls, told, x = make(), [], [], torch.ones(3)
+    launcher, calls, compilations, x = make(), [], [], torch.ones(3)
 
     class Kernel:
         def __getitem__(self, grid):
             return lambda *arguments, **options: calls.append((grid, arguments, options)) or compiled(launcher)
 
     for own in (Launch(Kernel(), (3,), 7, num_warps=4) for _ in range(2)):
-        dispatch.compilation.listen(lambda: told.append(len(calls)))
+        dispatch.compilation.listen(lambda: compilations.append(len(calls)))
         for _ in range(3):
             own(x)
     dispatch.compilation.listen(None)
-    assert told == [1, by_triton + 1]
+    assert compilations == [1, by_triton + 1]
     assert calls == 2 * by_triton * [((3, 1, 1), (x, 7), {"num_warps": 4})]
     assert launcher.launch.call_count == 2 * (3 - by_triton)
 

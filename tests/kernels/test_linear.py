@@ -139,12 +139,12 @@ def test_numbers_are_those_of_the_reference_and_lists_as_ever(kernel_device, siz
     right = rounded(wide, dtype, kernel_device).to(kernel_device)
     positions = bitmap.to(kernel_device), offsets.to(kernel_device)
     from_numbers, from_codes = (ColumnsLaunch(1, rows, columns, (keep, block_size, v)) for v in (0, bits))
-    lists, found_lists = torch.zeros(2, from_codes.work, dtype=torch.int32, device=kernel_device)
+    lists, actual_lists = torch.zeros(2, from_codes.work, dtype=torch.int32, device=kernel_device)
     assert from_numbers(right, *positions, lists, dtype) is right
-    found = from_codes(stored.to(kernel_device), *positions, found_lists, dtype)
-    assert found.dtype == dtype
-    assert torch.equal(found, right)
-    assert torch.equal(found_lists, lists)
+    actual = from_codes(stored.to(kernel_device), *positions, actual_lists, dtype)
+    assert actual.dtype == dtype
+    assert torch.equal(actual, right)
+    assert torch.equal(actual_lists, lists)
 
 
 @pytest.mark.parametrize("bits", [0, 2, 4])

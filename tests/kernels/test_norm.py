@@ -27,11 +27,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def run(x: Tensor, grad_y: Tensor, weight: Tensor, centred: bool, bits: int) -> tuple[Tensor, ...]:
     """Return output, what is stored, and gradients."""
     bias = torch.zeros_like(weight).requires_grad_() if centred else None
-    given = [t for t in (x.detach().requires_grad_(), weight.detach().requires_grad_(), bias) if t is not None]
+    inputs = [t for t in (x.detach().requires_grad_(), weight.detach().requires_grad_(), bias) if t is not None]
     setting = NormSetting(centred, False, 1e-5, 32, bits)
     with saved_tensors() as saved:
-        y = operators.norm(given[0], given[1], bias, x.shape[1:], setting, x.dtype)
-    return y.detach(), saved[0], *torch.autograd.grad(y, given, grad_y)
+        y = operators.norm(inputs[0], inputs[1], bias, x.shape[1:], setting, x.dtype)
+    return y.detach(), saved[0], *torch.autograd.grad(y, inputs, grad_y)
 
 
 @pytest.fixture
@@ -68,13 +68,13 @@ def test_kernels_do_what_plain_torch_does(kernel_device, kind, rows, bits, dtype
     x = (2 * torch.randn(count, length) + 1).to(dtype).to(kernel_device)
     if kind == "layer-plain":  # what is not finite stays in its row
         x[1, 3], x[-1, 60] = float("nan"), float("inf")
-    made = {"w": 1 + torch.randn(length), "b": torch.randn(length), "r": torch.randn(count, length).to(dtype)}
-    weight, bias, residual = (made[name].to(kernel_device) if name in others else None for name in "wbr")
+    parameters = {"w": 1 + torch.randn(length), "b": torch.randn(length), "r": torch.randn(count, length).to(dtype)}
+    weight, bias, residual = (parameters[name].to(kernel_device) if name in others else None for name in "wbr")
     setting = NormSetting(centred, rounded, 1e-5, block, bits, normed)
     if normed:
         compare(lambda x, w, b: operators.norm(x, w, b, (length,), setting, dtype), (x, weight, bias))
     else:
-        compare(lambda *given: operators.scaled(*given, block, bits), (x, weight, bias, residual))
+        compare(lambda *inputs: operators.scaled(*inputs, block, bits), (x, weight, bias, residual))
 
 
 def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monkeypatch, small):
@@ -107,9 +107,9 @@ def test_large_inputs_on_the_gpu(shape, bits, dtype, centred):
     x, grad_y = ((2 * torch.randn(shape, device="cuda") + k).to(dtype) for k in (1, 0))
     weight = torch.randn(shape[1], device="cuda", dtype=dtype)
     operator = F.layer_norm if centred else F.rms_norm
-    given = [t.detach().requires_grad_() for t in (x, weight)]
-    torchs = operator(given[0], shape[1:], given[1], eps=1e-5)
-    right = torch.autograd.grad(torchs, given, grad_y)
+    inputs = [t.detach().requires_grad_() for t in (x, weight)]
+    torchs = operator(inputs[0], shape[1:], inputs[1], eps=1e-5)
+    right = torch.autograd.grad(torchs, inputs, grad_y)
     y, values, *grads = run(x, grad_y, weight, centred, bits)
     exact = operator(x.double(), shape[1:], weight.double(), eps=1e-5)
     theirs = (torchs.double() - exact).abs().max()
@@ -137,11 +137,11 @@ def test_addresses_beyond_32_bits():
 
 def run_channels(x: Tensor, grad_y: Tensor, weight: Tensor, groups: int, bits: int) -> tuple[Tensor, ...]:
     """Return output, what is stored, statistics, and gradients."""
-    given = [t.detach().requires_grad_() for t in (x, weight, torch.zeros_like(weight))]
+    inputs = [t.detach().requires_grad_() for t in (x, weight, torch.zeros_like(weight))]
     with saved_tensors() as saved:
-        y = channel_operators.channel_norm(*given, ChannelSetting(groups, 1e-5, 32, bits), x.dtype)
+        y = channel_operators.channel_norm(*inputs, ChannelSetting(groups, 1e-5, 32, bits), x.dtype)
     values, statistics, *_ = saved
-    return y.detach(), values, statistics, *torch.autograd.grad(y, given, grad_y)
+    return y.detach(), values, statistics, *torch.autograd.grad(y, inputs, grad_y)
 
 
 CUTS = {
@@ -165,7 +165,7 @@ def test_channel_kernels_do_what_plain_torch_does(kernel_device, cut, mode, bits
     (shape, groups, last), device = CUTS[cut], kernel_device
     x = laid_out(3 * torch.randn(shape, device=device) + 2, last).to(dtype)
     weight, bias = 1 + torch.randn(2, shape[1], device=device)
-    given = (x, None, None) if mode == "plain" else (x, weight, bias)
+    inputs = (x, None, None) if mode == "plain" else (x, weight, bias)
     fixed = None
     if mode == "fixed":
         var = torch.rand(shape[1], device=device) + 0.5
@@ -181,7 +181,7 @@ def test_channel_kernels_do_what_plain_torch_does(kernel_device, cut, mode, bits
         setting = ChannelSetting(groups, 1e-5, 32, bits)
         return channel_operators.channel_norm(x, weight, bias, setting, dtype, fixed, running)
 
-    compare(call, given)
+    compare(call, inputs)
     for mine, theirs in zip(*moved, strict=True) if moved else ():
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert not moved or int(moved[0].batches) == 1
@@ -200,9 +200,9 @@ def test_statistics_far_from_zero(kernel_device):
     """A mean of a thousand deviations: sums of squares would leave nothing of the variance in fp32."""
     for last in (False, True):
         x = laid_out(1000 + torch.randn(6, 6, 5, 7, device=kernel_device), last)
-        given = channel_operators.channel_norm, ChannelSetting(0, 1e-5, 32, 4), x.dtype
+        inputs = channel_operators.channel_norm, ChannelSetting(0, 1e-5, 32, 4), x.dtype
         with force_backend("triton"), saved_tensors() as saved:
-            given[0](x.requires_grad_(), None, None, *given[1:])
+            inputs[0](x.requires_grad_(), None, None, *inputs[1:])
         rstd = (x.detach().double().cpu().var((0, 2, 3), unbiased=False) + 1e-5).rsqrt()
         torch.testing.assert_close(saved[1][1].double().cpu(), rstd, rtol=1e-3, atol=0)
 
@@ -230,11 +230,11 @@ def test_large_channels_on_the_gpu(shape, groups, last, bits, dtype):
     x, grad_y = (laid_out(torch.randn(shape, device="cuda").to(dtype), last) for _ in range(2))
     x, weight = (2 * x + 1).to(dtype), torch.randn(shape[1], device="cuda")
     y, values, statistics, grad_x, *sums = run_channels(x, grad_y, weight, groups, bits)
-    given = [t.detach().requires_grad_() for t in (x.float(), weight)]
+    both = [t.detach().requires_grad_() for t in (x.float(), weight)]
     right_y = (
-        F.group_norm(given[0], groups, given[1]) if groups else F.batch_norm(given[0], None, None, given[1], None, True)
+        F.group_norm(both[0], groups, both[1]) if groups else F.batch_norm(both[0], None, None, both[1], None, True)
     )
-    right = torch.autograd.grad(right_y, given, grad_y.float())
+    right = torch.autograd.grad(right_y, both, grad_y.float())
     torch.testing.assert_close(y.float(), right_y, rtol=torch.finfo(dtype).eps, atol=2e-5)
     error = {8: 0.005, 4: 0.09, 2: 0.44}[bits]  # operators.norm
     # Of a random gradient both are vectors of normal numbers, whose norms have a deviation of (2 C)^-1/2 each.

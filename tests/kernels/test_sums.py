@@ -63,14 +63,14 @@ def test_streams_have_counters_of_their_own_and_recorded_graphs_none(monkeypatch
     grads = [oracle.integers(25088, 384, device=torch.device("cuda")) for _ in range(4)]
     streams = [torch.cuda.Stream() for _ in grads]
     torch.cuda.synchronize()
-    found = [[] for _ in grads]
+    results = [[] for _ in grads]
     for _ in range(20):
-        for grad_y, stream, sums in zip(grads, streams, found, strict=True):
+        for grad_y, stream, sums in zip(grads, streams, results, strict=True):
             with torch.cuda.stream(stream):
                 sums.append(column_sums(grad_y, torch.float32))
     torch.cuda.synchronize()
     assert len(kernels._counters) == len(streams)
-    for grad_y, sums in zip(grads, found, strict=True):
+    for grad_y, sums in zip(grads, results, strict=True):
         assert all(torch.equal(one, grad_y.sum(0)) for one in sums)
     graph, before = torch.cuda.CUDAGraph(), dict(kernels._counters)
     with torch.cuda.graph(graph):

@@ -56,13 +56,13 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def made(block: Callable[[], nn.Module] = Block, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+def build(block: Callable[[], nn.Module] = Block, device: str = "cpu") -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Net(block).to(device), torch.randn(4, TOKENS, 16, device=device)
 
 
-def cosine(found: Tensor, right: Tensor) -> float:
-    return torch.cosine_similarity(found.double().flatten(), right.double().flatten(), dim=0).item()
+def cosine(actual: Tensor, right: Tensor) -> float:
+    return torch.cosine_similarity(actual.double().flatten(), right.double().flatten(), dim=0).item()
 
 
 def gradient_of(model: nn.Module) -> Tensor:
@@ -102,7 +102,7 @@ def compare_runs(model: nn.Module, x: Tensor) -> None:
     ],
 )
 def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, autocast: bool, device: str):
-    model, x = made(device=device)
+    model, x = build(device=device)
     around = lambda: torch.autocast(device, torch.bfloat16) if autocast else nullcontext()  # noqa: E731
     y, exact, dense = step(model, x, around())
     report = convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
@@ -125,7 +125,7 @@ def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, a
 
 
 def test_compressed_layers_inside_make_the_second_run_small():
-    model, x = made()
+    model, x = build()
     exact = step(model, x)
     report = convert(model, "balanced", rules={"blocks.?": Recompute(8), "blocks.1.mlp.*": None})
     assert len(report.recomputed) == 3
@@ -138,11 +138,12 @@ def test_compressed_layers_inside_make_the_second_run_small():
 
 
 class Normed(nn.Module):
-    """A block with running statistics, and a buffer that comes with the first call and is another one after each."""
+    """A block with running statistics, by two names, and a buffer that each call replaces, the first one adds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS)
+        self.alias = self.norm
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ class Normed(nn.Module):
 
 
 def test_running_statistics_move_once_and_by_the_same_bits():
-    model, x = made(Normed)
+    model, x = build(Normed)
     ours = copy.deepcopy(model)
     convert(ours, rules={"blocks.*": Recompute(8), **ALONE})
     for _ in range(3):
@@ -176,7 +177,7 @@ class Takes(nn.Sequential):
 
 
 def test_arguments_of_all_kinds():
-    model, found = nn.ModuleList([Takes(nn.Linear(WIDTH, WIDTH))]), []
+    model, results = nn.ModuleList([Takes(nn.Linear(WIDTH, WIDTH))]), []
     leaf, mask = torch.randn(2, 8, 16, WIDTH).requires_grad_().unbind()
     for again in (False, True):
         if again:
@@ -185,9 +186,9 @@ def test_arguments_of_all_kinds():
         out = model[0](x, (x, [mask.detach()]), scale={"by": leaf}, power=3)
         assert out["out"][1] == [True]  # one tensor given twice is one tensor
         loss = out["out"][0].square().mean() + out["sum"]
-        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-    assert torch.equal(found[0][0], found[1][0])
-    assert 0.999 < cosine(found[0][1], found[1][1]) <= 1
+        results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert 0.999 < cosine(results[0][1], results[1][1]) <= 1
 
 
 class WritesTo(nn.Sequential):
@@ -208,7 +209,7 @@ def test_quantized_inputs_may_be_written_to(bits: int | None, least: float):
             loss.backward()
         return
     loss.backward()
-    model, x = made(lambda: WritesTo(nn.Linear(WIDTH, WIDTH)))
+    model, x = build(lambda: WritesTo(nn.Linear(WIDTH, WIDTH)))
     exact = step(model, x)
     convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
     y, gradient, _ = step(model, x)
@@ -233,7 +234,7 @@ def test_what_several_blocks_get_is_stored_once():
 
 
 def test_several_calls_accumulation_and_frozen_blocks():
-    model, x = made()
+    model, x = build()
     model.blocks[1] = model.blocks[0]
     model.blocks[2].requires_grad_(False)
     exact = [step(model, x)[1] for _ in range(2)]
@@ -248,7 +249,7 @@ def test_several_calls_accumulation_and_frozen_blocks():
 
 
 def test_hooks_around():
-    model, x = made()
+    model, x = build()
     x.requires_grad_()
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
     compare_runs(model, x)
@@ -262,7 +263,7 @@ def test_hooks_around():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around(reentrant: bool):
     """Of modules that have not been compared, and of such that have been."""
-    model, x = made()
+    model, x = build()
     _, exact, _ = step(model, x.requires_grad_())
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
     for number in range(6):
@@ -275,7 +276,7 @@ def test_checkpoints_around(reentrant: bool):
 
 
 def test_copies_and_pickles(monkeypatch: pytest.MonkeyPatch):
-    model, x = made()
+    model, x = build()
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
     expected = step(model, x)[1]
     assert type(pickle.loads(pickle.dumps(model)).blocks[0]) is Block
@@ -292,7 +293,7 @@ def test_copies_and_pickles(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_rules_name_the_outermost_modules():
-    model, _ = made()
+    model, _ = build()
     report = convert(model, rules={"blocks.0": None, "blocks.*": Recompute(4), "head": None})
     assert [block.fqn for block in report.recomputed] == ["blocks.0.mlp", "blocks.1", "blocks.2"]
     revert(model)
@@ -309,21 +310,21 @@ def test_rules_name_the_outermost_modules():
 
 
 def test_what_cannot_run_again_is_listed_with_the_reason():
-    model, _ = made(type("Checkpoints", (Block,), {"gradient_checkpointing": True}))
+    model, _ = build(type("Checkpoints", (Block,), {"gradient_checkpointing": True}))
     model.own = nn.ModuleList([Block()])
     report = convert(model, rules={"blocks.*": Recompute(8), "own": Recompute(8), "head": Recompute(8)})
     assert {block.fqn for block in report.blocks if block.reason} >= {"blocks.0", "own", "head"}
     assert report.recomputed == []
     with pytest.raises(ValueError, match=r"blocks\.0"):
         convert(model, rules={"blocks.*": Recompute(8), **ALONE})
-    model, _ = made()
+    model, _ = build()
     report = convert(model, rules={"*": Recompute(8)})
     assert {block.fqn for block in report.blocks if block.recompute is None} >= {"(root)", "blocks"}
     assert [block.fqn for block in report.recomputed] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_a_module_runs_again_for_one_owner_and_by_rules_that_mean_something():
-    model, _ = made()
+    model, _ = build()
     convert(model, rules={"blocks.0": Recompute(8), **ALONE})
     with pytest.raises(LayerClaimedError, match=r"blocks\.0"):
         convert(model, rules={"blocks.*": Recompute(8), **ALONE})
@@ -334,7 +335,7 @@ def test_a_module_runs_again_for_one_owner_and_by_rules_that_mean_something():
         ({"blokcs.*": Recompute()}, ValueError, "blokcs"),
     ):
         with pytest.raises(error, match=text):
-            convert(made()[0], rules=rules)
+            convert(build()[0], rules=rules)
 
 
 def repeated(times: int, make: Callable[[], nn.Module] = Block) -> nn.Sequential:
@@ -342,7 +343,7 @@ def repeated(times: int, make: Callable[[], nn.Module] = Block) -> nn.Sequential
 
 
 def test_blocks_are_the_largest_repeated_classes():
-    assert find_blocks(made()[0]) == [f"blocks.{n}" for n in range(3)]
+    assert find_blocks(build()[0]) == [f"blocks.{n}" for n in range(3)]
     stages = repeated(4, lambda: nn.Sequential(nn.Linear(8, 8), repeated(3)))
     assert find_blocks(stages) == [f"{stage}.1.{n}" for stage in range(4) for n in range(3)]
     experts = repeated(6, lambda: nn.ModuleDict({"norm": nn.LayerNorm(8), "experts": repeated(4)}))
@@ -362,7 +363,7 @@ def test_blocks_are_the_largest_repeated_classes():
 @pytest.mark.parametrize("kind", ["", "in place", "normalizer", "old spectral norm"])
 def test_modules_that_are_compiled_alone_begin_as_the_first_run_did_or_run_once(kind: str):
     """The second one, whose buffer a compiler would read in backward as it is by then, runs once."""
-    model, x = made((lambda: Stateful(kind)) if kind else Block)
+    model, x = build((lambda: Stateful(kind)) if kind else Block)
     ours = copy.deepcopy(model.eval())  # a compiler draws dropout in another way
     convert(ours, rules={"blocks.*": Recompute(8), **ALONE})
     compiled = torch.compile(ours, backend="aot_eager")
@@ -378,20 +379,20 @@ def test_modules_that_are_compiled_alone_begin_as_the_first_run_did_or_run_once(
 
 def test_converting_again_is_as_converting_for_the_first_time():
     for after in ({}, {"blocks.*": None}, {"blocks.0": Recompute(8)}, {"type:norm": Keep(bits=8)}):
-        model, x = made()
+        model, x = build()
         again, owner = copy.deepcopy(model), new_owner("test")
         convert_layers(again, Config("recompute"), owner)
         convert_layers(again, Config("balanced", rules=after), owner)
         convert_layers(model, Config("balanced", rules=after), owner)
         for net in (model, again):
             compare_runs(net, x)
-        (_, right, stored), (_, found, stored_again) = step(model, x), step(again, x)
+        (_, right, stored), (_, actual, stored_again) = step(model, x), step(again, x)
         assert stored_again == stored
-        assert torch.equal(found, right)
+        assert torch.equal(actual, right)
         hooked = [{name for name, m in net.named_modules() if m._forward_pre_hooks} for net in (model, again)]
         assert hooked[0] == hooked[1]
         revert(again, owner)
-        assert {type(module) for module in again.modules()} == {type(module) for module in made()[0].modules()}
+        assert {type(module) for module in again.modules()} == {type(module) for module in build()[0].modules()}
 
 
 class Draws(nn.Sequential):
@@ -410,16 +411,16 @@ class Draws(nn.Sequential):
 def drawn_gradients(model, steps):
     random.seed(3)
     numpy.random.seed(3)
-    found = []
+    results = []
     for seed in range(steps):
         torch.manual_seed(seed)
         x = torch.randn(256, 8, requires_grad=True)
         model(x * 1).square().sum().backward()
-        found.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+        results.append([x.grad, *(p.grad.clone() for p in model.parameters())])
         model.zero_grad()
         model.eval()(x)
         model.train()
-    return found, random.random(), numpy.random.rand()
+    return results, random.random(), numpy.random.rand()
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: random.random() * numpy.random.rand()])
@@ -516,7 +517,7 @@ class Stateful(nn.Module):
 def exact_and_ours(
     kind: str, make: Callable[[], Any], steps: int = 3, compiles: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    found = []
+    results = []
     for again in (False, True):
         torch.manual_seed(0)
         shared = make()
@@ -527,8 +528,8 @@ def exact_and_ours(
         if kind == "written to by others":
             model.register_forward_hook(lambda model, *_: model[1].codes.__setitem__(0, 0.5))
         rows = [step(model, x.clone().requires_grad_()) for _ in range(steps)]
-        found.append([*(row[1] for row in rows), *model.buffers()])
-    return found[0], found[1]
+        results.append([*(row[1] for row in rows), *model.buffers()])
+    return results[0], results[1]
 
 
 @pytest.mark.parametrize(
@@ -553,8 +554,8 @@ def test_a_block_that_cannot_run_again_is_named(kind: str, make: Callable[[], An
 
 
 def test_contexts_of_the_forward_are_those_of_the_second_run():
-    model, x = made(lambda: nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, 0.1, batch_first=True))
-    found = []
+    model, x = build(lambda: nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, 0.1, batch_first=True))
+    results = []
     for again in (False, True):
         if again:
             convert(model, rules={"blocks.*": Recompute(None), **ALONE})
@@ -562,16 +563,16 @@ def test_contexts_of_the_forward_are_those_of_the_second_run():
         weights = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
         with sdpa_kernel(SDPBackend.MATH):
             loss = torch.func.functional_call(model, weights, x).square().mean()
-        found.append(torch.autograd.grad(loss, list(model.eval().parameters())))
+        results.append(torch.autograd.grad(loss, list(model.eval().parameters())))
         model.train()
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
     assert torch.func.grad(lambda x: model(x).sum())(x).shape == x.shape
     torch.testing.assert_close(torch.jit.trace(model.eval(), x, check_trace=False)(x), model(x))
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_what_a_block_reads_may_not_be_written_to_before_backward(kind: str):
-    model, x = made(lambda: Stateful("normalizer") if kind == "parameter" else nn.Sequential(nn.BatchNorm1d(TOKENS)))
+    model, x = build(lambda: Stateful("normalizer") if kind == "parameter" else nn.Sequential(nn.BatchNorm1d(TOKENS)))
     convert(model.eval(), rules={"blocks.*": Recompute(8), **ALONE})
     for _ in range(2):  # looked at, with copies of buffers
         model(x).sum().backward()

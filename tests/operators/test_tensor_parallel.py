@@ -34,7 +34,7 @@ from tests.support.saving import saved_tensors
 WIDTH, HIDDEN, TOKENS = 80, 66, 6
 EIGHT_BITS = {f"type:{operator}": Keep(bits=8) for operator in ("linear", "norm", "activation")}
 BY_TOKENS = Shard(1)
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 
 class Block(nn.Module):
@@ -53,9 +53,9 @@ class Block(nn.Module):
 
 def plan(sequence: bool) -> dict[str, Any]:
     """Return how a block is split: its linear layers, and with ``sequence`` its norms' tokens too."""
-    given = BY_TOKENS if sequence else Replicate()
-    columns = {name: ColwiseParallel(input_layouts=given) for name in ("q", "k", "up")}
-    rows = {name: RowwiseParallel(output_layouts=given) for name in ("out", "down")}
+    placement = BY_TOKENS if sequence else Replicate()
+    columns = {name: ColwiseParallel(input_layouts=placement) for name in ("q", "k", "up")}
+    rows = {name: RowwiseParallel(output_layouts=placement) for name in ("out", "down")}
     norms = {name: SequenceParallel(use_local_output=True) for name in ("norm1", "norm2")}
     return columns | rows | (norms if sequence else {})
 
@@ -65,7 +65,7 @@ def block(mesh: DeviceMesh, sequence: bool) -> nn.Module:
     return parallelize_module(Block(), mesh, plan(sequence))
 
 
-def given(sequence: bool) -> tuple[Tensor, Tensor]:
+def inputs(sequence: bool) -> tuple[Tensor, Tensor]:
     """Return this process' input, and what its output is multiplied by."""
     torch.manual_seed(1)
     x, grad = torch.randn(2, 3, TOKENS, WIDTH)
@@ -73,33 +73,33 @@ def given(sequence: bool) -> tuple[Tensor, Tensor]:
     return (x.chunk(RANKS, 1)[rank], grad.chunk(RANKS, 1)[rank]) if sequence else (x, grad)
 
 
-def step(model: nn.Module, x: Tensor, grad: Tensor) -> Found:
+def step(model: nn.Module, x: Tensor, grad: Tensor) -> Results:
     """Return output and gradients, those of DTensors as they lie and whole."""
     x = x.detach().clone().requires_grad_()
     y = model(x)
     y.backward(grad)
-    found: Found = {"output": y.detach(), "input": x.grad}
+    results: Results = {"output": y.detach(), "input": x.grad}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
-        found[name] = whole(parameter.grad)
+        results[name] = whole(parameter.grad)
         if isinstance(parameter.grad, DTensor):
-            found[f"{name} lies"] = parameter.grad.placements
-    return found
+            results[f"{name} lies"] = parameter.grad.placements
+    return results
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_found(found: Found, expected: Found, cosine: float = 1, placed: bool = True) -> None:
+def compare(actual: Results, expected: Results, cosine: float = 1, placed: bool = True) -> None:
     """Compare tensors, bit for bit or by their cosines, and where DTensors lie."""
-    assert not placed or found.keys() == expected.keys()
+    assert not placed or actual.keys() == expected.keys()
     for name, right in expected.items():
         if isinstance(right, Tensor):
-            near = torch.cosine_similarity(found[name].flatten(), right.flatten(), 0)
-            assert torch.equal(found[name], right) if cosine == 1 else near > cosine, name
+            near = torch.cosine_similarity(actual[name].flatten(), right.flatten(), 0)
+            assert torch.equal(actual[name], right) if cosine == 1 else near > cosine, name
         else:
-            assert not placed or found[name] == right, name
+            assert not placed or actual[name] == right, name
 
 
 def dense_where_nothing_is_left_out_and_near_in_few_bits(mesh: DeviceMesh) -> None:
@@ -107,18 +107,18 @@ def dense_where_nothing_is_left_out_and_near_in_few_bits(mesh: DeviceMesh) -> No
         dense, ours = block(mesh, sequence), block(mesh, sequence)
         report = convert(ours, sparsity=0.0)
         assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
-        expected = step(dense, *given(sequence))
-        assert_found(step(ours, *given(sequence)), expected)
+        expected = step(dense, *inputs(sequence))
+        compare(step(ours, *inputs(sequence)), expected)
         report = convert(ours := block(mesh, sequence), rules=EIGHT_BITS)
         assert {layer.fqn for layer in report.converted} >= {"norm1", "norm2", "q", "out"}
-        found = step(ours, *given(sequence))
-        assert_found(found, expected, 0.999)
-        assert not torch.equal(found["q.weight"], expected["q.weight"])
+        actual = step(ours, *inputs(sequence))
+        compare(actual, expected, 0.999)
+        assert not torch.equal(actual["q.weight"], expected["q.weight"])
 
 
 def blocks_of_each_shard(mesh: DeviceMesh) -> None:
     """A row-wise layer drops blocks of its own features, a column-wise one those of the whole input."""
-    x, grad = given(False)
+    x, grad = inputs(False)
     layer = nn.Linear(WIDTH, 8)
     for style, features in ((ColwiseParallel(), WIDTH), (RowwiseParallel(input_layouts=Replicate()), WIDTH // RANKS)):
         ours = parallelize_module(nn.Sequential(copy.deepcopy(layer)), mesh, {"0": style})
@@ -130,22 +130,22 @@ def blocks_of_each_shard(mesh: DeviceMesh) -> None:
             by_hand.append(part.weight.grad)
         y = ours(x)
         y.backward(grad_y if y.shape == grad_y.shape else grad_y.chunk(RANKS, -1)[dist.get_rank()])
-        found = whole(ours[0].weight.grad)
-        torch.testing.assert_close(found, torch.cat(by_hand, 1))
-        assert not torch.allclose(found, grad_y.flatten(0, 1).T @ x.flatten(0, 1), rtol=0.1)
+        actual = whole(ours[0].weight.grad)
+        torch.testing.assert_close(actual, torch.cat(by_hand, 1))
+        assert not torch.allclose(actual, grad_y.flatten(0, 1).T @ x.flatten(0, 1), rtol=0.1)
 
 
 def layers_that_read_one_tensor_keep_it_once(mesh: DeviceMesh) -> None:
-    model, (x, _) = block(mesh, False), given(False)
+    model, (x, _) = block(mesh, False), inputs(False)
     convert(model, sparsity=0.5, block_size=8)
     own = {part.to_local().untyped_storage().data_ptr() for part in (model.q.weight, model.k.weight)}
-    y, kept = x * 1.0, []
+    y, storages = x * 1.0, []
     for read in ([model.q], [model.q, model.k]):
         with saved_tensors() as saved:
             outputs = [layer(y) for layer in read]
-        kept.append({t.untyped_storage().data_ptr() for t in saved if type(t) is Tensor} - own)
+        storages.append({t.untyped_storage().data_ptr() for t in saved if type(t) is Tensor} - own)
         assert len(outputs) == len(read)
-    assert len(kept[0]) == len(kept[1]) == 3  # values, which blocks they are, and where rows begin
+    assert len(storages[0]) == len(storages[1]) == 3  # values, which blocks they are, and where rows begin
 
 
 def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMesh) -> None:
@@ -159,23 +159,23 @@ def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMes
         (whole, whole, outputs),
         (features, [Shard(1)], outputs),
     )
-    for given, *lie in cases:
+    for of_x, *of_parameters in cases:
         for out in (RANKS, HIDDEN):  # with one output each, a bias that lies elsewhere would be broadcast
             x, layer = distribute_tensor(torch.randn(RANKS, WIDTH), mesh, whole), nn.Linear(WIDTH, out)
-            for name, placements in zip(("weight", "bias"), lie, strict=True):
-                parameter = distribute_tensor(getattr(layer, name).detach(), mesh, placements)
+            for name, split in zip(("weight", "bias"), of_parameters, strict=True):
+                parameter = distribute_tensor(getattr(layer, name).detach(), mesh, split)
                 layer.register_parameter(name, nn.Parameter(parameter))
-            x = DTensor.from_local(x.to_local(), mesh, given) if given == [Partial()] else x.redistribute(mesh, given)
+            x = DTensor.from_local(x.to_local(), mesh, of_x) if of_x == [Partial()] else x.redistribute(mesh, of_x)
             ours = compressed(layer, bits=4)
-            found = []
+            results = []
             for model in (layer, ours):
                 with warnings.catch_warnings(record=True) as caught:
                     y = model(x)
-                told = [str(each.message) for each in caught if "runs as the dense layer" in str(each.message)]
-                assert len(told) == (model is ours)
+                messages = [str(each.message) for each in caught if "runs as the dense layer" in str(each.message)]
+                assert len(messages) == (model is ours)
                 y.full_tensor().square().sum().backward()
-                found.append([y.full_tensor(), model.weight.grad.full_tensor(), model.bias.grad.full_tensor()])
-            assert all(map(torch.equal, *found)), (given, lie)
+                results.append([y.full_tensor(), model.weight.grad.full_tensor(), model.bias.grad.full_tensor()])
+            assert all(map(torch.equal, *results)), (of_x, of_parameters)
             with torch.no_grad(), warnings.catch_warnings(action="error"):
                 ours(x)
 
@@ -185,7 +185,7 @@ def of_two_dimensions(mesh: DeviceMesh) -> None:
     grid = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
     dense, ours = (fully_shard(block(grid["tensor"], True), mesh=grid["data"]) for _ in range(2))
     assert len(convert(ours, sparsity=0.0).converted) == 5
-    assert_found(step(ours, *given(True)), step(dense, *given(True)))
+    compare(step(ours, *inputs(True)), step(dense, *inputs(True)))
 
 
 def compiled(mesh: DeviceMesh) -> None:
@@ -195,19 +195,19 @@ def compiled(mesh: DeviceMesh) -> None:
     convert(ours, rules=EIGHT_BITS)
     with CompiledPacking() as packing:
         mark_layers(ours, ours.q.owner, weight_gradients=True)
-        found = step(torch.compile(ours, backend="aot_eager"), x, torch.ones_like(x))
+        actual = step(torch.compile(ours, backend="aot_eager"), x, torch.ones_like(x))
     expected = step(torch.compile(dense, backend="aot_eager"), x, torch.ones_like(x))
-    assert torch.equal(found["output"], expected["output"])
+    assert torch.equal(actual["output"], expected["output"])
     assert sum(row.stored_bytes < row.dense_bytes for row in packing.rows) >= 3
-    assert_found(found, expected, 0.999, placed=False)
+    compare(actual, expected, 0.999, placed=False)
 
 
-def again(model: nn.Module) -> nn.Module:
+def rerun(model: nn.Module) -> nn.Module:
     convert(model, rules={"*blocks.?": Recompute(8), **ALONE})
     return model
 
 
-def wrapped(model: nn.Module, strategy: str, mesh: DeviceMesh) -> nn.Module:
+def wrap(model: nn.Module, strategy: str, mesh: DeviceMesh) -> nn.Module:
     if strategy == "fsdp2":
         for part in (*model.blocks, model):  # type: ignore[misc]
             fully_shard(part, mesh=mesh)
@@ -218,11 +218,11 @@ def wrapped(model: nn.Module, strategy: str, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, static_graph=strategy == "static ddp")
 
 
-def set_again(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def convert_for_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Return the model as of a callback: converted before and after ``fully_shard``, which derives classes."""
     config, owner = Config("recompute", rules={"head": None}), new_owner("test")
     convert_layers(model, config, owner)
-    wrapped(model, "fsdp2", mesh)
+    wrap(model, "fsdp2", mesh)
     for _ in range(3):
         report = convert_layers(model, config, owner)
         assert [block.fqn for block in report.recomputed] == ["blocks.0", "blocks.1", "blocks.2"]
@@ -244,13 +244,13 @@ def strategies_run_blocks_again(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     model, x = Net().eval(), torch.randn(RANKS, 4, 32, 16)[dist.get_rank()]
     copied = lambda: copy.deepcopy(model)  # noqa: E731
-    loss, exact = loss_and_gradient(wrapped(copied(), "ddp", mesh), x)
-    models = [set_again(copied(), mesh)]
-    models += [wrapped(again(copied()), strategy, mesh) for strategy in ("ddp", "static ddp", "fsdp", "fsdp2")]
-    models += [again(wrapped(copied(), strategy, mesh)) for strategy in ("ddp", "static ddp", "fsdp2")]
+    loss, exact = loss_and_gradient(wrap(copied(), "ddp", mesh), x)
+    models = [convert_for_fsdp(copied(), mesh)]
+    models += [wrap(rerun(copied()), strategy, mesh) for strategy in ("ddp", "static ddp", "fsdp", "fsdp2")]
+    models += [rerun(wrap(copied(), strategy, mesh)) for strategy in ("ddp", "static ddp", "fsdp2")]
     for ours in models:
-        found, gradient = loss_and_gradient(ours, x)
-        assert torch.equal(found, loss)
+        actual, gradient = loss_and_gradient(ours, x)
+        assert torch.equal(actual, loss)
         assert 0.9999 < cosine(gradient, exact) <= 1 + 1e-9
 
 
