@@ -398,7 +398,7 @@ def test_what_a_budget_refuses_restores_the_model(case: str):
     model.automatic_optimization = case != "manual"
     match, steps = {
         "looks": ("`memory_budget` needs a training step that runs without values, and that of Looking .*item", 0),
-        "manual": ("`memory_budget` cannot work with manual optimization, as of Stack", 0),
+        "manual": ("`memory_budget` cannot work with the manual optimization of Stack", 0),
         "too little": (r"`memory_budget` \(\d+ MiB, 5% of the dense peak\) is less than .* at the least, \d+ MiB", 2),
     }[case]
     with pytest.raises(MisconfigurationException, match=f"{match}.*HINT"):

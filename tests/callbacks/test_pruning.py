@@ -279,10 +279,10 @@ def test_the_summary_has_how_each_layer_is_kept(caplog):
     fit(Deep(), ActivationPruning(sparsity=0.5, rules=rules, verbose=2), max_steps=1)
     text = " ".join(caplog.text.split())
     for part in (
-        "120 linear layers (values as they are, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
+        "120 linear layers (uncompressed values, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
         "head │ Linear │ dense: the rule 'head' keeps it dense", "2 activation functions", "... and 2",
         "blocks.7.0 │ Linear │ 4 bits, drops 50 % │",
-        "blocks.*.0 (59) │ Linear │ values as they are, drops 50 % │", "body.2 │ Linear │ 2 bits, drops 0 to 50 % │",
+        "blocks.*.0 (59) │ Linear │ uncompressed values, drops 50 % │", "body.2 │ Linear │ 2 bits, drops 0 to 50 % │",
     ):  # fmt: skip
         assert part in text, part
 
