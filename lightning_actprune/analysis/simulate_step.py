@@ -306,12 +306,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         kwargs = {} if kwargs is None else dict(kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
+        # === Meta tensors and views take no memory ===
         if any(tensor.is_meta for tensor in inputs) or (device is not None and torch.device(device).type == "meta"):
             return func(*tree_map_only(Tensor, _to_meta, args), **kwargs)
         if _is_view(func):
             return func(*args, **kwargs)
         if device is not None:
             kwargs["device"] = torch.device("cpu")
+        # === Small tensors with values are computed ===
         has_values = _computes(func) and not any(
             tensor.untyped_storage()._cdata in self.allocator.without_values for tensor in inputs
         )
@@ -319,11 +321,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             return self.count_results(func(*args, **kwargs), inputs)
         if func.overloadpacket.__name__ in _ASKING:
             raise NoValuesError(self._describe_no_values(func, "reads a value"))
+        # === Outputs that are written in place lose their values ===
         outputs = _find_outputs(func, args, kwargs)
         for tensor in outputs:
             self.allocator.without_values.add(tensor.untyped_storage()._cdata)
         if len(outputs) == len(func._schema.returns) > 0:
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        # === New results have shapes only; partial sums take memory meanwhile ===
         sums = self.allocator.empty(_count_sum_bytes(func, args))
         results = self._run_without_values(func, args, kwargs, has_values and not inputs)
         del sums

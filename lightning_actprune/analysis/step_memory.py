@@ -187,7 +187,7 @@ class StepMemory:
         """Return the index of the moment with the peak of a phase, or of the step; ``None`` without moments."""
         if phase not in (None, *PHASES):
             raise ValueError(
-                f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is all."
+                f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is the whole step."
             )
         indices = [i for i, moment in enumerate(self.moments) if phase in (None, moment.phase)]
         return max(indices, key=self.interval_bytes.__getitem__, default=None)

@@ -233,14 +233,12 @@ def tabulate_keepers(step: StepMemory, epoch: int) -> Table:
         f"Kept at the end of the forward, by who keeps it, epoch {epoch}", "Kept by", "Tensors", "MiB", "Share"
     )
     cut = _MOST_KEEPERS if len(groups) > _MOST_KEEPERS + 1 else len(groups)
-    for group in groups[:cut]:
-        label = group.label + (", packed" if group.packed else "")
-        table.add_row(label, str(group.count), mib(group.nbytes), percent(group.nbytes / total) if total else "-")
+    rows = [(group.label + (", packed" if group.packed else ""), group.count, group.nbytes) for group in groups[:cut]]
     if rest := groups[cut:]:
-        nbytes = sum(group.nbytes for group in rest)
-        count = sum(group.count for group in rest)
-        share = percent(nbytes / total) if total else "-"
-        table.add_row(f"... and {len(rest)} more", str(count), mib(nbytes), share)
+        count, nbytes = sum(group.count for group in rest), sum(group.nbytes for group in rest)
+        rows.append((f"... and {len(rest)} more", count, nbytes))
+    for label, count, nbytes in rows:
+        table.add_row(label, str(count), mib(nbytes), percent(nbytes / total) if total else "-")
     return table
 
 

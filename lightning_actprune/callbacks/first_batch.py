@@ -41,6 +41,10 @@ from lightning_actprune.config import drops_blocks, shortened
 from lightning_actprune.operators.sites import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 
+_PATIENCE = 16
+"""Batches in which layers that just woke may keep nothing, for example in phases of one batch."""
+_IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
+
 
 class Decision(NamedTuple):
     """What the first batch has shown and changed.
@@ -285,6 +289,7 @@ class FirstBatchProbe:
         self._close_probes()
         if not (retention or recomputations).ran:
             return None
+        # === Layers that become dense: their input is retained, or they kept nothing ===
         first = self.decisions.retained is None
         idle = [] if retention is None else self.decisions.filter_undecided(recomputations.idle)
         retained = [] if retention is None else retention.apply(report)
@@ -295,6 +300,7 @@ class FirstBatchProbe:
         self._end_watch()
         self._idle = IdleLayers(model, [layer.fqn for layer in asleep])
         self._any_rank_watches = trainer.strategy.reduce_boolean_decision(self._idle.watches, all=False)
+        # === Layers that drop nothing: the dropped blocks would hold too much energy ===
         spread: dict[str, float] = {}
         if energy is not None:
             energy.add_up(partial(sum_over_ranks, trainer))
@@ -303,6 +309,7 @@ class FirstBatchProbe:
             keep_blocks(model, report, spread)
         if first and not asleep:
             check_any_left(report)
+        # === Layers that run only inside a checkpoint: the user decides ===
         recomputed = set(self.decisions.filter_undecided(recomputations.recomputed))
         _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
         decision = Decision(retained, spread, asleep)
@@ -322,11 +329,6 @@ class FirstBatchProbe:
             if probe is not None:
                 probe.close()
         self._retention = self._energy = self._recomputations = None
-
-
-_PATIENCE = 16
-"""Batches in which layers that just woke may keep nothing, for example in phases of one batch."""
-_IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
 
 
 def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
