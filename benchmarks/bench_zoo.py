@@ -44,7 +44,7 @@ from lightning_actprune import config
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.config import Config
-from lightning_actprune.convert import convert_layers, find_saved_compression, is_converted, new_owner, revert
+from lightning_actprune.convert import convert_layers, find_hooks, is_converted, new_owner, revert
 
 PRESETS = "balanced", "max"
 LIMIT_S = 90
@@ -142,7 +142,7 @@ class Training:
         owner = new_owner("zoo")
         report = convert_layers(self.model, config, owner)
         try:
-            saved = find_saved_compression(self.model, owner)
+            saved = find_hooks(self.model, owner)
             assert saved is not None
             saved.min_values = MIN_VALUES
             for layer in filter(is_converted, self.model.modules()):

@@ -1,10 +1,10 @@
-"""Cut the GPU memory of training by compressing what backward keeps.
+"""Cut the GPU memory of training by compressing the activations saved for backward.
 
 Add two callbacks to a ``Trainer``::
 
     trainer = L.Trainer(callbacks=[ActivationPruning("max"), ActivationMemoryMonitor()])
 
-or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package initialises no CUDA.
+or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package does not initialise CUDA.
 """
 
 from lightning_actprune import functional as functional

@@ -1,11 +1,12 @@
 """``python -m lightning_actprune``: versions, GPUs and where the kernels run, for bug reports and for finding out.
 
-Nothing of that raises for what a machine lacks: a package that is missing or a driver that does not answer is shown as
-such. CUDA is asked only when ``collect_environment`` is called.
+It never raises for something that a machine lacks: it shows that a package is missing or a driver does not answer. CUDA
+is used only when ``collect_environment`` is called.
 
 ``python -m lightning_actprune estimate MODEL``: what each preset would save of a model (``analysis.estimate``). A model
 is ``timm:NAME``, ``hf:TYPE``, ``hf:ID`` on the hub or ``hf:PATH`` of a configuration, or ``MODULE:ATTRIBUTE``: a
-module, or a callable that returns one, or one and its batch. Those of transformers are made without memory.
+module, or a callable that returns a module or a pair of module and batch. Models of transformers are built without
+memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_actprune.analysis.simulate_step import PRECISIONS
 from lightning_actprune.codec.dispatch import choose_backend, kernel_refusals
 
 BLOCK_SIZES = (16, 32, 64, 1024, 2048)
-"""Block sizes whose kernels are asked for; the last is beyond what they take."""
+"""Block sizes whose kernels are checked; the last is larger than kernels take."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 OPTIONAL = {
     "jsonargparse": "LightningCLI",
@@ -46,11 +47,11 @@ OPTIONAL = {
     "pandas": "reports as DataFrames",
     "transformers": "its Conv1D layers",
 }
-"""Packages that are used where they are there, and what for."""
+"""Optional packages, and what uses them."""
 _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 """Names under which triton is distributed."""
 _DESCRIPTION = "Show versions, GPUs and where the kernels run."
-_ESTIMATE = "Show what each preset would save of a model; nothing is computed, and no GPU is needed."
+_ESTIMATE = "Show what each preset would save of a model, without computing anything and without a GPU."
 _PIPED_WIDTH = 120
 _LABELS = {"torch_cuda": "CUDA of torch", "torch_hip": "HIP of torch", "c_compiler": "C compiler"}
 _BACKENDS = {"triton": "kernels", "reference": "plain PyTorch"}
@@ -58,7 +59,7 @@ _GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is here; whatever is missing, the exit code is 0."""
+    """Print the environment, whatever is missing, or an estimate; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m lightning_actprune", description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     _add_estimate(parser.add_subparsers(dest="command", title="commands"))
@@ -89,7 +90,7 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _print_estimate(args: argparse.Namespace) -> int:
-    """Print an estimate; what the model lacks is an error."""
+    """Print an estimate, or an error about the model."""
     try:
         model, batch = _load_model(args)
         result = estimate(model, batch, precision=args.precision, presets=args.presets)
@@ -104,27 +105,28 @@ def _print_estimate(args: argparse.Namespace) -> int:
 
 
 def _load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """Return the model that was named, and a batch for it; neither has values."""
+    """Return the model that was named, and a batch for it, both without values."""
     source, _, name = args.model.partition(":")
     if args.batch < 1 or args.length < 1:
         raise ValueError(f"--batch and --length must be 1 or more, got {args.batch} and {args.length}.")
     if not name:
         raise ValueError(
-            f"The model must be timm:NAME, hf:TYPE, hf:ID, hf:PATH or MODULE:ATTRIBUTE, got {args.model!r}. HINT: such "
-            "as timm:vit_base_patch16_224, hf:gpt2 or mine.models:build."
+            f"The model must be timm:NAME, hf:TYPE, hf:ID, hf:PATH or MODULE:ATTRIBUTE, got {args.model!r}. HINT: for "
+            "example timm:vit_base_patch16_224, hf:gpt2 or mine.models:build."
         )
     if source == "timm":
         model: Any = _load_timm(name)
         return model, _make_images(args.batch, args.shape or tuple(model.pretrained_cfg["input_size"]))
     if source == "hf":
-        return _load_hugging_face(name), _make_tokens(args.batch, args.length)
+        tokens = torch.empty(args.batch, args.length, dtype=torch.int64, device="meta")
+        return _load_hugging_face(name), {"input_ids": tokens, "labels": tokens}
     value = _load_attribute(source, name)
     if isinstance(value, tuple) and len(value) == 2:
         return value
     if not isinstance(value, nn.Module) or args.shape is None:
         raise ValueError(
             f"{args.model!r} must be a module, with --shape of an input, or a callable that returns (model, batch), "
-            f"got {type(value).__name__} and --shape {args.shape}. HINT: such as --shape 3,224,224."
+            f"got {type(value).__name__} and --shape {args.shape}. HINT: for example --shape 3,224,224."
         )
     return value, _make_images(args.batch, args.shape)
 
@@ -137,11 +139,11 @@ def _import(package: str) -> Any:
 
 
 def _load_attribute(module: str, name: str) -> Any:
-    """Return what a module of the user has by that name, or what it returns if it is called."""
+    """Return an attribute of a user module, or its result if it is callable."""
     try:
         value = getattr(importlib.import_module(module), name)
         return value() if callable(value) and not isinstance(value, nn.Module) else value
-    except Exception as error:  # whatever code of the user raises
+    except Exception as error:  # any error of the user's code
         raise ValueError(
             f"{module}:{name} raised {type(error).__name__}: {error}. HINT: run it in Python to see where."
         ) from error
@@ -153,23 +155,23 @@ def _load_timm(name: str) -> nn.Module:
         model: nn.Module = timm.create_model(name)
     except Exception as error:  # RuntimeErrors, and those of downloads
         near = _suggest(name, [*timm.list_models(), *timm.list_pretrained()])
-        raise ValueError(f"timm makes no model {name!r} ({_format_error(error)}){near}") from error
+        raise ValueError(f"timm has no model {name!r} ({_format_error(error)}){near}") from error
     return model
 
 
 def _load_hugging_face(name: str) -> nn.Module:
-    """Return a causal language model of that type, or of the configuration at that path or of that name on the hub."""
+    """Return a causal language model of this type, or of the configuration at this path or hub name."""
     transformers = _import("transformers")
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     try:
-        if name in types and not os.path.exists(name):  # noqa: PTH110  # whatever is given may be a path
+        if name in types and not os.path.exists(name):  # noqa: PTH110  # any name may be a path
             config = transformers.AutoConfig.for_model(name)
         else:
-            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which warns of each attempt
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each attempt
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # no network, no access, or no such name
         raise ValueError(
-            f"transformers has no model type {name!r}, and no configuration by that name was to be had "
+            f"transformers has no model type {name!r}, and no configuration of that name could be loaded "
             f"({_format_error(error)}){_suggest(name, types)} HINT: without a network, give a type (hf:llama) or the "
             "folder of a config.json; models with restricted access need a token (HF_TOKEN)."
         ) from error
@@ -185,7 +187,7 @@ def _load_hugging_face(name: str) -> nn.Module:
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:
-    """Return as a clause which names may be meant."""
+    """Return a clause with similar names."""
     near = difflib.get_close_matches(name, list(names), 3)
     return f"; did you mean {', '.join(near)}?" if near else "."
 
@@ -193,11 +195,6 @@ def _suggest(name: str, names: Iterable[str]) -> str:
 def _make_images(samples: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.empty(samples, *shape, device="meta")
     return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
-
-
-def _make_tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
-    tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
-    return {"input_ids": tokens, "labels": tokens}
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:
@@ -208,17 +205,14 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 
 def describe_kernels(info: dict[str, Any]) -> str:
-    """Return in a sentence whether kernels run here, and where."""
+    """Return a sentence that says whether and where kernels run here."""
     names = {f"cuda:{gpu['index']}": gpu["name"] for gpu in info["gpus"]}
     running = dict.fromkeys(row["device"] for row in info["kernels"] if row["backend"] == "triton")
     if running:
         return f"Kernels run on {', '.join(f'{device} ({names[device]})' for device in running)}."
     reasons = dict.fromkeys(reason for row in info["kernels"] if row["device"] != "cpu" for reason in row["reasons"])
     why = next(iter(reasons), None) or info["gpu_trouble"] or "there is no GPU that they take"
-    return (
-        f"No kernels run here: {why}. All works with plain PyTorch and saves as much memory, but a step may take "
-        "several times as long."
-    )
+    return f"No kernels run here: {why}. Plain PyTorch saves as much memory, but a step may take several times as long."
 
 
 def _make_tables(info: dict[str, Any]) -> Iterator[Table]:
@@ -227,8 +221,9 @@ def _make_tables(info: dict[str, Any]) -> Iterator[Table]:
     yield _make_table("Versions", [], ([_LABELS.get(name, name), version or "none"] for name, version in rows.items()))
     gpus = []
     for gpu in info["gpus"]:
-        sizes = [_format_gib(gpu[name]) for name in ("memory_bytes", "free_bytes")]
-        gpus.append([f"cuda:{gpu['index']}", gpu["name"], gpu["capability"], *sizes])
+        sizes = [gpu[name] for name in ("memory_bytes", "free_bytes")]
+        gib = ["unknown" if size is None else f"{size / _GIB:.1f}" for size in sizes]
+        gpus.append([f"cuda:{gpu['index']}", gpu["name"], gpu["capability"], *gib])
     if info["gpu_trouble"]:
         gpus.append(["" if gpus else "none", info["gpu_trouble"]])
     yield _make_table("GPUs", ["", "Name", "Capability", "Memory GiB", "Free GiB"], gpus)
@@ -239,7 +234,7 @@ def _make_tables(info: dict[str, Any]) -> Iterator[Table]:
 
 
 def _merge_kernels(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """Yield a line for the types, and one for the block sizes of these, that have the same answer on a device."""
+    """Yield one line per answer on a device: types that share it, and their block sizes."""
     sizes: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         runs = _BACKENDS.get(row["backend"], row["backend"])
@@ -257,16 +252,12 @@ def _make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # not as markup, which would swallow what stands in brackets
+        table.add_row(*map(Text, row))  # not as markup, which would drop words in brackets
     return table
 
 
-def _format_gib(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / _GIB:.1f}"
-
-
 def collect_environment() -> dict[str, Any]:
-    """Return versions, GPUs, optional packages and the backend by device, dtype and block size, fit for JSON."""
+    """Return versions, GPUs, packages and the backend by device, type and block size, ready for JSON."""
     gpus, trouble = _find_gpus()
     devices = [*(torch.device("cuda", gpu["index"]) for gpu in gpus), torch.device("cpu")]
     return {
@@ -291,12 +282,12 @@ def collect_environment() -> dict[str, Any]:
 
 
 def _find_backend(dtype: torch.dtype, device: torch.device, block_size: int) -> dict[str, Any]:
-    """Return which implementation takes a tensor, and why it is not the kernels."""
+    """Return the implementation for a tensor, with the reason if it is not the kernels."""
     row = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "block_size": block_size}
     try:
         backend: str = choose_backend((1, block_size), dtype, device, block_size, 1)
         reasons = [] if backend == "triton" else kernel_refusals(dtype, device, block_size, 1)
-    except Exception as error:  # of a driver that has stopped to answer
+    except Exception as error:  # a driver that no longer answers
         return row | {"backend": "unknown", "reasons": [_format_error(error)]}
     if backend == "reference" and not reasons:
         reasons = ["the interpreter runs only where kernels are forced"]
@@ -304,7 +295,7 @@ def _find_backend(dtype: torch.dtype, device: torch.device, block_size: int) -> 
 
 
 def _find_gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """Return what is known of each GPU, and what keeps torch from using them, if anything does."""
+    """Return what is known about each GPU, and what prevents torch from using them, if anything."""
     gpus = []
     try:
         if not torch.cuda.is_available():

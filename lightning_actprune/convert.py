@@ -1,13 +1,13 @@
-"""Turn the layers of a model into compressed ones, and back, in place.
+"""Convert the layers of a model into compressed ones, and back, in place.
 
-A layer is converted by reassigning its ``__class__``. Parameters, hooks, shared references, the training flag, names
-and ``state_dict`` stay the very same objects, which replacing the module cannot promise (a second name would keep the
-dense layer, hooks would be lost, and ``fully_shard`` would be left with the old module). How a layer is kept is one
-plain attribute; nothing is registered, so no buffer or parameter appears.
+A layer is converted by assigning another ``__class__``. Parameters, hooks, shared references, the training flag, names
+and ``state_dict`` stay the same objects. Replacing the module could not promise that: a second name would keep the
+dense layer, hooks would be lost, and ``fully_shard`` would hold the old module. The settings of a layer are one plain
+attribute, so no buffer or parameter is added.
 
-An attention module is converted for its in-projection, for its output projection or for both: its code has to be told
-of either (see ``operators.attention``). What no layer is known for is left to saved-tensor hooks
-(``operators.saved``), which the model carries while it is converted.
+An attention module is converted for its in-projection, its output projection or both, since its code has to route
+either of them (``operators.attention``). Saved-tensor hooks compress what other operations save (``operators.saved``);
+the model carries these hooks while it is converted.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _CELLS = nn.RNNCell, nn.LSTMCell, nn.GRUCell
 _CLASSES = nn.Module, nn.Sequential, nn.Identity, nn.Flatten, nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU
 _WITHOUT_OPERATIONS = frozenset(cls.forward for cls in (*_CLASSES, *_CELLS))
-"""Forwards of modules beside known layers, of which nothing is compressed."""
+"""Forwards that call other modules, or whose own operations save nothing that could be compressed."""
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
 class LayerClaimedError(ValueError):
-    """A layer is already converted by somebody else."""
+    """A layer is already converted by another owner."""
 
 
 def convert(
@@ -87,25 +87,25 @@ def convert(
     block_size: int | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> ConversionReport:
-    """Let the layers of ``model`` keep less for backward, in place; ``revert`` undoes it.
+    """Compress what the layers of ``model`` keep for backward, in place; ``revert`` undoes it.
 
     Args:
         model: Any module; parameters, hooks and names stay the same objects.
         preset: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``). By default ``"paper"`` with
             a ``sparsity``, and ``"balanced"`` without.
-        sparsity: Fraction of blocks dropped, in [0, 1), in place of the preset's.
-        block_size: Consecutive values per block, positive, in place of the preset's; cut to the row if larger.
-        rules: How layers are kept by patterns on their names or operators, in order: the first that matches a layer
-            counts, ``None`` keeps it dense, and what none matches is kept as the preset says:
+        sparsity: Fraction of blocks to drop, in [0, 1), instead of the preset's.
+        block_size: Consecutive values per block, positive, instead of the preset's; cut to the row if larger.
+        rules: Settings by patterns on names or operators, in order. The first pattern that matches a layer counts,
+            ``None`` keeps the layer dense, and the preset decides for all others:
             ``{"head": None, "blocks.*.fc1": Keep(sparsity=0.5, bits=4), "type:norm": Keep(bits=4)}``.
 
     Returns:
-        Every layer that is known, with how it is kept, or the reason why it is dense.
+        Every supported layer, with its settings or the reason why it is dense.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, a pattern matches no layer, no layer was converted, a layer is
-            already converted, or a sparsity is a schedule. The model is then as it was before the call.
+            already converted, or a sparsity is a schedule. The model is unchanged then.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
@@ -119,8 +119,8 @@ def convert(
     for keep in config.keeps:
         if isinstance(keep.sparsity, SparsitySchedule):
             raise ValueError(
-                f"`sparsity` must be a number in convert(), which knows of no training, got {keep.sparsity!r}. HINT: "
-                "use ActivationPruning, or give a number here and set `layer.sparsity = schedule(step / steps)` in "
+                f"`sparsity` must be a number in convert(), which sees no training progress, got {keep.sparsity!r}. "
+                "HINT: use ActivationPruning, or pass a number and set `layer.sparsity = schedule(step / steps)` in "
                 "your loop."
             )
     owner = new_owner("convert()")
@@ -136,20 +136,20 @@ def convert(
 
 
 def revert(model: nn.Module, owner: str | None = None) -> list[str]:
-    """Turn converted layers of ``model`` back into what they were and return their names.
+    """Make converted layers of ``model`` dense again and return their names.
 
     Args:
         model: A module that ``convert`` was called on, or any module.
         owner: Only revert the layers that this owner converted; ``None`` for all converted layers. Layers that were
-            built as compressed ones stay.
+            built compressed stay.
     """
     _detach_saved(check_model(model), owner)
-    blocks = _stop_recompute(model, lambda other: owner in (None, other))
+    blocks = _stop_recompute(model, owner)
     return blocks + revert_layers(model, lambda layer: owner in (None, layer.owner))
 
 
 def revert_layers(model: nn.Module, should_revert: Callable[[CompressedLayer], bool]) -> list[str]:
-    """Turn the converted layers of ``model`` that are ``chosen`` back, each by itself, and return their names."""
+    """Make the converted layers of ``model`` dense again for which ``should_revert`` is true; return their names."""
     names = []
     for fqns, layer in layers(model):
         if is_converted(layer) and layer.owner is not None and should_revert(layer):
@@ -163,10 +163,46 @@ def revert_layers(model: nn.Module, should_revert: Callable[[CompressedLayer], b
     return names
 
 
-class DenseView:
-    """Shows the modules that an owner has converted as dense ones, while it is open.
+def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionReport:
+    """Convert the layers that ``config`` covers, and convert those of the same owner again.
 
-    Classes and attributes are those of dense modules, and forwards keep what dense modules do.
+    Raises:
+        LayerClaimedError: If another owner has converted a covered layer; nothing is converted then.
+    """
+    report = ConversionReport()
+    blocks = _plan_blocks(model, config, owner)
+    with _without_recompute(model, owner):
+        selected = _choose_layers(model, config, owner, blocks, report)
+        report.saved = config.keep_of_all("saved")
+        if report.saved is not None:
+            _check_saved_is_free(model, owner)
+    # Since an earlier conversion, layers may have been removed or renamed: revert those that are no longer selected.
+    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
+    if not own <= selected.keys():
+        revert_layers(model, own.difference(selected).__contains__)
+    for candidate, keep in selected.values():
+        _convert_layer(candidate, keep, owner)
+    _start_recompute(blocks, owner)
+    _attach_saved(model, config, owner)  # last, since modules that run again take no hooks
+    report.blocks = list(blocks.values())
+    return report
+
+
+def new_owner(name: str) -> str:
+    """Return a unique name for an owner of conversions, also unique among owners in a pickled model."""
+    return f"{name} #{uuid.uuid4().hex[:8]}"
+
+
+def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
+    """Return True if ``layer`` itself is compressed; attention may be routed for its output projection alone."""
+    return isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
+
+
+# === A dense view of a converted model ================================================================================
+class DenseView:
+    """Shows the modules that an owner has converted as dense modules while it is open.
+
+    Their classes, attributes and forwards are those of dense modules.
     """
 
     def __init__(self) -> None:
@@ -174,18 +210,22 @@ class DenseView:
         self._paused: SavedTensorCompression | None = None
 
     def open(self, model: nn.Module, owner: str) -> None:
-        """Make the modules of ``model`` dense that ``owner`` has converted; does nothing for those that are."""
+        """Make the modules of ``model`` dense that ``owner`` has converted, unless they already are."""
         for module in model.modules():
-            if isinstance(module, Converted) and _belongs_to(module, owner):
-                attributes = {name: vars(module).pop(name) for name in OF_CONVERSION if name in vars(module)}
+            if not isinstance(module, Converted):
+                continue
+            names = [name for name in OF_CONVERSION if name in vars(module)]
+            # Attention that is routed for its output alone, and modules that are replayed, belong to every owner.
+            if all(getattr(vars(module)[name], "owner", owner) == owner for name in names):
+                attributes = {name: vars(module).pop(name) for name in names}
                 self._dense.append((module, type(module), attributes))
                 module.__class__ = torch_class(dense_class(type(module)))  # type: ignore[assignment]
-        self._paused = find_saved_compression(model, owner) or self._paused
+        self._paused = find_hooks(model, owner) or self._paused
         if self._paused is not None:
             self._paused.paused = True
 
     def close(self) -> None:
-        """Make the modules what they were; does nothing if it is closed."""
+        """Convert them again; does nothing if the view is closed."""
         while self._dense:
             module, cls, attributes = self._dense.pop()
             module.__class__ = cls
@@ -195,34 +235,21 @@ class DenseView:
             self._paused = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(DenseView())  # a copy of it has shown nothing
+        return vars(DenseView())  # a copy is closed
 
 
-def _belongs_to(module: Converted, owner: str) -> bool:
-    """Return whether ``owner`` has converted a module.
-
-    Attention that is routed for its output alone, and modules that are replayed, are everybody's.
-    """
-    states = [vars(module)[name] for name in OF_CONVERSION if name in vars(module)]
-    return all(getattr(state, "owner", owner) == owner for state in states)
-
-
-def new_owner(name: str) -> str:
-    """Return a name for somebody who converts layers, unique also among those in a pickled model."""
-    return f"{name} #{uuid.uuid4().hex[:8]}"
-
-
+# === Which layers are converted =======================================================================================
 @dataclass(frozen=True)
 class Candidate:
-    """A layer that may be converted, and what decides whether it is, beside its own type.
+    """A layer that may be converted, with what decides it besides its type.
 
     Args:
         fqns: All its names.
         layer: The layer.
-        operator: What it is.
+        operator: Its operator.
         attention: The module whose output projection it is.
         sharded: Whether ``fully_shard`` gathers its parameters to plain tensors before the forward.
-        flattened: Whether ``FullyShardedDataParallel`` has made one of its parameters and others.
+        flattened: Whether ``FullyShardedDataParallel`` has merged its parameters with others.
     """
 
     fqns: list[str]
@@ -233,100 +260,20 @@ class Candidate:
     flattened: bool
 
 
-def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionReport:
-    """Convert what ``config`` covers; layers that ``owner`` converted before are converted again.
-
-    Raises:
-        LayerClaimedError: If another owner has converted a layer that is covered; nothing is converted then.
-    """
-    report = ConversionReport()
-    blocks = _plan_blocks(model, config, owner)
-    with _without_recompute(model, owner):
-        selected = _choose_layers(model, config, owner, blocks, report)
-        report.saved = config.keep_of_all("saved")
-        if report.saved is not None:
-            _check_saved_is_free(model, owner)
-    # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
-    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
-    if not own <= selected.keys():
-        revert_layers(model, own.difference(selected).__contains__)
-    for candidate, keep in selected.values():
-        _convert_layer(candidate, keep, owner)
-    _start_recompute(blocks, owner)
-    _attach_saved(model, config, owner)  # last, since modules that run again have no hooks
-    report.blocks = list(blocks.values())
-    return report
-
-
-def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False) -> None:
-    """Let compilers see the layers of ``owner`` as dense ones that say how their input is kept (``compiled``).
-
-    To be called again whenever layers or their rules have changed. What rules leave alone is left alone: of what no
-    layer is known for, in all of the model, since a compiler does not say in which module it is.
-
-    Args:
-        model: The converted model.
-        owner: Who converted it.
-        weight_gradients: Whether layers that are not converted may get what their weight gradient needs as what no
-            layer is known for: not where a rule leaves one dense.
-    """
-    saved = find_saved_compression(model, owner)
-    of_model = Model() if saved is None else replace(saved.for_compilers(), weight_gradients=weight_gradients)
+def candidates(model: nn.Module) -> Iterator[Candidate]:
+    """Yield every supported layer with what decides whether it is converted."""
+    sharded, flattened = _find_ids_inside(model, FSDPModule), _find_ids_inside(model, FullyShardedDataParallel)
+    attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in layers(model):
-        if is_converted(layer) and layer.owner == owner:
-            layer._state = replace(layer._state, marks=_make_marks(layer, general_name(fqns[0]), of_model))
-    for fqn, module in _find_recomputed(model, owner):
-        keep = module.recompute
-        mark = Mark(RECOMPUTE, general_name(plain_name(fqn)), keep.bits or 0, keep.block_size, model=of_model)
-        module._recompute = module._recompute._replace(mark=mark.text)
+        managed = id(layer) in flattened and "_is_fsdp_managed_module" in vars(layer)  # not one of `ignored_modules`
+        operator = operator_of(layer)
+        assert operator is not None
+        yield Candidate(fqns, layer, operator, attentions.get(id(layer)), id(layer) in sharded, managed)
 
 
-def unmark_layers(model: nn.Module, owner: str) -> None:
-    """Let compilers see the layers of ``owner`` as they are."""
-    for _, layer in layers(model):
-        if is_converted(layer) and layer.owner == owner:
-            layer._state = replace(layer._state, marks=None)
-    for _, module in _find_recomputed(model, owner):
-        module._recompute = module._recompute._replace(mark="")
-
-
-def _find_recomputed(model: nn.Module, owner: str) -> list[tuple[str, RecomputedModule]]:
-    """Return the modules of ``owner`` that run again in backward, each with its name."""
-    modules = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, RecomputedModule)]
-    return [(fqn, module) for fqn, module in modules if module._recompute.owner == owner]
-
-
-def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | None:
-    """Return what a compiler is told of a layer's inputs."""
-    if layer.traced == "own":
-        return None
-    if layer.traced == "dense":
-        return "", "", 0, False
-    keep = layer.keep
-    settings = keep.stored_bits, keep.block_size, keep.scope, keep.selection
-    mark = Mark(layer.operator_of(layer), name, *settings, of_model)
-    fine_rows = keep.fine_rows if 0 < keep.stored_bits < 8 else 0
-    # Whoever averages gradients over processes may let a compiler cut graphs where a weight fills a bucket of them.
-    averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
-    cut = averaged and mark.operator in ("linear", "convolution")
-    return mark.text, replace(mark, bits=8).text, fine_rows, cut
-
-
-@contextmanager
-def _without_recompute(model: nn.Module, owner: str) -> Iterator[None]:
-    """Let the modules of ``owner`` that run again run once, so that they are known by their own classes.
-
-    After an error they are as they were.
-    """
-    states: dict[Any, RecomputeState] = {module: module._recompute for _, module in _find_recomputed(model, owner)}
-    _stop_recompute(model, lambda other: other == owner)
-    try:
-        yield
-    except BaseException:
-        for module, state in states.items():
-            module._recompute = state
-            module.__class__ = recomputed_class(type(module))
-        raise
+def _find_ids_inside(model: nn.Module, wrapper: type[Any]) -> set[int]:
+    """Return the ids of all modules inside modules of a class."""
+    return {id(inner) for outer in model.modules() if isinstance(outer, wrapper) for inner in outer.modules()}
 
 
 def _choose_layers(
@@ -336,14 +283,14 @@ def _choose_layers(
     blocks: Mapping[nn.Module, BlockReport],
     report: ConversionReport,
 ) -> dict[nn.Module, tuple[Candidate, Keep]]:
-    """Return the layers that are to be converted, and add a row to ``report`` for each that is or is not."""
-    listed = list(candidates(model))
-    config = _fit_config(config, listed)
+    """Return the layers to convert, and add a row to ``report`` for each layer that is or is not converted."""
+    options = list(candidates(model))
+    config = _fit_config(config, options)
     not_called = _find_uncalled(model, config, owner)
     rerun = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
     dense = {layer for module in rerun for layer in module.modules()}
     selected: dict[nn.Module, tuple[Candidate, Keep]] = {}
-    for candidate in listed:
+    for candidate in options:
         if not_called.issuperset(candidate.fqns):
             continue
         if candidate.layer in dense and config.rule_of(candidate.fqns, candidate.operator) is None:
@@ -354,18 +301,217 @@ def _choose_layers(
             if _is_listed(candidate.layer):
                 report.layers.append(_make_row(candidate, keep))
         elif keep is None and config.rule_of(candidate.fqns, candidate.operator) is None:
-            if not is_converted(candidate.layer):  # nor is one counted that somebody else has converted
+            if not is_converted(candidate.layer):  # nor converted by another owner
                 report.uncovered[candidate.operator] += _is_listed(candidate.layer)
         elif _is_listed(candidate.layer):
             report.layers.append(_make_row(candidate, None, reason))
     return selected
 
 
-def _plan_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module, BlockReport]:
-    """Return the modules that are to run again in backward, the outermost ones that ``config`` names.
+def _fit_config(config: Config, options: list[Candidate]) -> Config:
+    """Adapt ``config`` to a model with these layers."""
+    classes = [known_class(type(candidate.layer)) for candidate in options]
+    smooth = [k for k in classes if k is not None and issubclass(k, CompressedActivation)]
+    return config.fitted(
+        sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in options),
+        sum(not issubclass(k, ExactActivation) for k in smooth),
+    )
+
+
+def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
+    """Return the names of modules that the layer around them computes itself once it is converted."""
+    names = set[str]()
+    for candidate in candidates(model):
+        cls = compressed_class(torch_class(type(candidate.layer)))
+        if cls is None or cls.replaced is None:
+            continue
+        if is_converted(candidate.layer) or refusal(candidate, config, owner) is None:
+            child = cls.replaced
+            names.update(child if fqn == ROOT else f"{fqn}.{child}" for fqn in candidate.fqns)
+    return names
+
+
+def _is_listed(layer: nn.Module) -> bool:
+    """Return True if a report lists the layer: it keeps something, unlike dropout with ``p=0``."""
+    cls = known_class(type(layer))
+    return cls is None or (cls.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
+
+
+def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
+    """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
+    named_layers = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
+    saves = bool(report.converted or report.recomputed) or (report.saved is not None and _has_other_operations(model))
+    if not named_layers and not saves:
+        raise ValueError(
+            f"{type(model).__name__} has no supported layers (linear layers, convolutions, activation functions, "
+            "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
+        )
+    if config.preset == "recompute" and not report.blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no class of blocks that is repeated in a ModuleList or Sequential, so preset "
+            "'recompute' has nothing to run again. HINT: name modules with rules, as "
+            "`rules={\"encoder.*\": Recompute(bits=8)}`, or use preset 'max', which runs nothing again."
+        )
+    modules = [plain_name(fqn) for fqn, _ in model.named_modules()]
+    config.check_that_rules_count(named_layers, modules)
+    if not saves:
+        hint = "cover more layers with `rules`, or use a preset that does ('balanced' and 'max' cover every operator)."
+        uncovered = ", ".join(f"{count} of type {operator!r}" for operator, count in report.uncovered.items() if count)
+        also = f"\nNot covered by the preset: {uncovered}." if uncovered else ""
+        raise ValueError(
+            f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}{also}\nHINT: {hint}"
+        )
+
+
+def describe_idle(model: nn.Module, report: ConversionReport) -> str:
+    """Return a warning if no layer was converted, so that at most other operations are compressed."""
+    if report.converted or report.recomputed:
+        return ""
+    reasons = f"\n{report.describe_skipped()}\n" if report.refused else " "
+    return (
+        f"No layer of {type(model).__name__} was converted, so at most the saved tensors of other operations are "
+        f"compressed.{reasons}HINT: linear layers, convolutions, activation functions and norms can be converted; "
+        "recurrent layers cannot."
+    )
+
+
+def _has_other_operations(model: nn.Module) -> bool:
+    """Return True if a module runs operations of its own whose saved tensors may be compressed."""
+    for module in model.modules():
+        own = type(module).forward not in _WITHOUT_OPERATIONS or "forward" in vars(module)
+        if (own or hasattr(module, "training_step")) and operator_of(module) is None:
+            return True
+    return False
+
+
+# === Why a layer stays dense ==========================================================================================
+def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
+    """Return why a layer is not converted, or ``None`` if it is.
 
     Raises:
-        LayerClaimedError: If one of them, or one in it or around it, runs again for another owner.
+        LayerClaimedError: If another owner has converted it.
+    """
+    fqns, layer, operator = candidate.fqns, candidate.layer, candidate.operator
+    if is_converted(layer) and layer.owner is None:
+        return f"was built as {type(layer).__name__} and keeps its own settings"
+    keep = config.keep_of(fqns, operator)
+    if keep is None:
+        return config.why_dense(fqns, operator)
+    cls = known_class(type(layer))
+    if cls is not None and not cls.drops_blocks and keep.bits is None:
+        return "drops no blocks, so bits=None would keep its whole input uncompressed"
+    if is_converted(layer):
+        if layer.owner != owner:
+            raise LayerClaimedError(
+                f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: give each "
+                "its own layers with `rules`, or remove a callback, or `revert` the first call."
+            )
+        return None
+    return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, config)
+
+
+def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) -> str | None:
+    """Return why the compressed forward cannot replace the layer's own."""
+    if type(layer) is NonDynamicallyQuantizableLinear and (attention is None or _forward_refusal(attention, None)):
+        return "nn.MultiheadAttention uses its weight without calling its forward, so compressing it would save nothing"
+    if isinstance(layer, LazyModuleMixin):
+        return "is not initialised yet; convert after the first forward"
+    if isinstance(layer, FSDPModule):
+        return _SHARDED
+    if type(layer) in LEFT_DENSE:
+        return LEFT_DENSE[type(layer)][1]
+    if convolution.is_transposed(layer):
+        return "is a transposed convolution, whose input stays uncompressed"
+    cls = compressed_class(type(layer))
+    if cls is None and not is_converted(layer):
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        return f"is a {name}, whose forward is not known to be that of its base class"
+    if "forward" in layer.__dict__:
+        return _REPLACED
+    return None if cls is None else cls.refusal(layer)
+
+
+def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
+    """Return why the input of the layer cannot, or should not, be compressed."""
+    weights = weights_of(candidate.layer)
+    shards = [weight for weight in weights if isinstance(weight, DTensor)]
+    is_whole = candidate.sharded and all(map(_is_whole_in_forward, shards))
+    if shards and not (is_whole or _can_take_shards(candidate.layer)):
+        return "its weight is a tensor-parallel DTensor; only linear layers and norms run on shards"
+    if candidate.operator not in ("linear", "convolution"):
+        return None
+    if candidate.flattened:
+        return _FLATTENED
+    if any(hasattr(weight, "ds_id") for weight in weights):
+        return _PARTITIONED
+    if not weights[0].is_floating_point():
+        return f"its weight is {weights[0].dtype}; only inputs of floating-point layers can be compressed"
+    narrow = candidate.operator == "linear" and min(weight.shape[1] for weight in weights) < MIN_FEATURES
+    if narrow and config.rule_of(candidate.fqns, candidate.operator) is None:
+        features = min(weight.shape[1] for weight in weights)
+        return (
+            f"has {features} input features, fewer than {MIN_FEATURES}, so each MiB saved costs over 1 ms per step "
+            "(H200, eager); name it in a rule to compress it"
+        )
+    return None
+
+
+def _can_take_shards(layer: nn.Module) -> bool:
+    """Return True if the converted layer runs on shards; weights that a hook computes from parameters do not count."""
+    cls, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
+    return cls is not None and cls.takes_shards and all(id(weight) in own for weight in weights_of(layer))
+
+
+def _is_whole_in_forward(weight: DTensor) -> bool:
+    """Return True if only ``fully_shard`` has split a weight: it does so in the last dimension of a mesh alone."""
+    *others, _ = weight.placements
+    return len(others) <= 1 and all(placement.is_replicate() for placement in others)
+
+
+# === One layer: its row and its conversion ============================================================================
+def _make_row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
+    layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
+    has_sizes = keep is not None and candidate.operator in ("linear", "convolution")
+    inputs, outputs = _find_features(layer) if has_sizes else (None, None)
+    cls = known_class(type(layer))
+    sparsity = 0.0 if keep is None or cls is None or not cls.drops_blocks else sparsity_at(keep.sparsity, 0.0)
+    one_bit = cls is not None and cls.one_bit
+    return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit)
+
+
+def _find_features(layer: nn.Module) -> tuple[int, int]:
+    """Return the input and output sizes of a layer; for an in-projection, those of the query and all three outputs."""
+    if isinstance(layer, Convolution):
+        return layer.in_channels, layer.out_channels
+    if isinstance(layer, CompressedLayer) and is_converted(layer) and layer._state.features is not None:
+        return layer._state.features
+    weights = weights_of(layer)
+    return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
+
+
+def _convert_layer(candidate: Candidate, keep: Keep, owner: str) -> None:
+    """Convert a layer, or update the settings of one that ``owner`` has converted."""
+    layer, attention = candidate.layer, candidate.attention
+    features = _find_features(layer) if candidate.operator in ("linear", "convolution") else None
+    cls: type[Any] | None = type(layer) if is_converted(layer) else compressed_class(type(layer))
+    assert cls is not None
+    sparsity = sparsity_at(keep.sparsity, 0.0) if cls.drops_blocks else 0.0
+    has_schedule = cls.drops_blocks and isinstance(keep.sparsity, SparsitySchedule)
+    highest = highest_sparsity(keep.sparsity) if has_schedule else 0.0
+    layer._state = LayerState(keep, sparsity, owner, highest, features)  # type: ignore[assignment]
+    if type(layer) is not cls:
+        layer.__class__ = cls
+        enter_in_tables(cls)
+    if type(attention) is nn.MultiheadAttention:
+        attention.__class__ = RoutedMultiheadAttention
+
+
+# === Modules that run again in backward ===============================================================================
+def _plan_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module, BlockReport]:
+    """Return the modules that should run again in backward: the outermost ones that ``config`` names.
+
+    Raises:
+        LayerClaimedError: If one of them, or a module inside or around it, runs again for another owner.
     """
     if not config.recomputes:
         return {}
@@ -382,39 +528,28 @@ def _plan_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module
         reason = _recompute_refusal(model, module)
         within = set(module.modules())
         if module is not model and type(module).forward is not nn.Module.forward:
-            inside |= within  # of the model itself, and of a list, what is in it can run again all the same
+            inside |= within  # children of the model itself, or of a list, can still run again
         for other in claimed if reason is None else ():
             if other in within or module in set(other.modules()):
                 raise LayerClaimedError(
                     f"Module {names[other][0]!r} already runs again in backward for {other._recompute.owner}, and "
-                    f"{owner} claims {fqns[0]!r} too. HINT: name it once in `rules`, or do without one: take a "
-                    "callback out, or `revert` the first call."
+                    f"{owner} claims {fqns[0]!r} too. HINT: name it once in `rules`, or remove a callback, or "
+                    "`revert` the first call."
                 )
         kind = torch_class(type(module)).__name__
         rows[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
     return rows
 
 
-def _start_recompute(planned: dict[nn.Module, BlockReport], owner: str) -> None:
-    """Let modules run again in backward as planned."""
-    modules = [(module, row) for module, row in planned.items() if row.recompute is not None]
-    for number, (module, row) in enumerate(modules):
-        assert row.recompute is not None
-        pair = number // 2
-        turn = pair + (pair > 0)  # no exact inputs in the second step, which a memory budget measures
-        module._recompute = RecomputeState(row.recompute, owner, "", row.fqn, turn, {})  # type: ignore[assignment]
-        module.__class__ = recomputed_class(type(module))
-
-
 def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:
-    """Return why a module cannot run again in backward."""
+    """Return why a module cannot run again in backward, or ``None`` if it can."""
     if module is model:
-        return "is the model itself: of its batch nothing needs a gradient, and the whole of it would run twice"
+        return "is the model itself: its batch needs no gradient, and the whole model would run twice"
     alone = next(module.children(), None) is None
     if alone and operator_of(module) is not None:
-        return "is a layer by itself; `Keep` says how it keeps its input, with no second run"
+        return "is a single layer; use `Keep`, which needs no second run"
     if alone or type(module).forward is nn.Module.forward:
-        return "runs no modules: it has none, or is a list, whose modules are called one by one"
+        return "calls no modules itself: it has none, or it is a list"
     if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
         return _REPLACED
     wrappers = [other for other in model.modules() if "_checkpoint_wrapped_module" in other._modules]
@@ -425,239 +560,101 @@ def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _stop_recompute(model: nn.Module, should_stop: Callable[[str], bool]) -> list[str]:
-    """Let modules run once again whose owner is ``chosen``, and return their names."""
-    names = []
-    for fqn, module in model.named_modules():
-        if isinstance(module, RecomputedModule) and should_stop(module._recompute.owner):
-            del module.__dict__["_recompute"]
-            module.__class__ = dense_class(type(module))  # type: ignore[arg-type, assignment]
-            names.append(plain_name(fqn))
-    return names
+def _start_recompute(blocks: dict[nn.Module, BlockReport], owner: str) -> None:
+    """Let modules run again in backward as planned."""
+    modules = [(module, row) for module, row in blocks.items() if row.recompute is not None]
+    for number, (module, row) in enumerate(modules):
+        assert row.recompute is not None
+        pair = number // 2
+        turn = pair + (pair > 0)  # no exact inputs in the second step, which a memory budget measures
+        module._recompute = RecomputeState(row.recompute, owner, "", row.fqn, turn, {})  # type: ignore[assignment]
+        module.__class__ = recomputed_class(type(module))
 
 
-def _fit_config(config: Config, listed: list[Candidate]) -> Config:
-    """Return ``config`` as it is for a model with these layers."""
-    classes = [known_class(type(candidate.layer)) for candidate in listed]
-    smooth = [k for k in classes if k is not None and issubclass(k, CompressedActivation)]
-    return config.fitted(
-        sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in listed),
-        sum(not issubclass(k, ExactActivation) for k in smooth),
-    )
+def _stop_recompute(model: nn.Module, owner: str | None) -> list[str]:
+    """Stop running the modules of ``owner``, or all, again in backward; return their names."""
+    modules = _find_recomputed(model, owner)
+    for _, module in modules:
+        del module.__dict__["_recompute"]
+        module.__class__ = dense_class(type(module))  # type: ignore[arg-type, assignment]
+    return [plain_name(fqn) for fqn, _ in modules]
 
 
-def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
-    """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
-    named_layers = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
-    saves = bool(report.converted or report.recomputed) or (report.saved is not None and _has_other_operations(model))
-    if not named_layers and not saves:
-        raise ValueError(
-            f"{type(model).__name__} has no layers that are known (linear layers, convolutions, activation functions, "
-            "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
-        )
-    if config.preset == "recompute" and not report.blocks:
-        raise ValueError(
-            f"{type(model).__name__} has no class of blocks that is repeated in a ModuleList or Sequential, so preset "
-            "'recompute' has nothing to run again. HINT: name modules with rules, as "
-            "`rules={\"encoder.*\": Recompute(bits=8)}`, or take preset 'max', which runs nothing again."
-        )
-    modules = [plain_name(fqn) for fqn, _ in model.named_modules()]
-    config.check_that_rules_count(named_layers, modules)
-    if not saves:
-        hint = "cover more layers with `rules`, or take a preset that does ('balanced' and 'max' cover every operator)."
-        uncovered = ", ".join(f"{count} of type {operator!r}" for operator, count in report.uncovered.items() if count)
-        also = f"\nNot covered by the preset: {uncovered}." if uncovered else ""
-        raise ValueError(
-            f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}{also}\nHINT: {hint}"
-        )
+def _find_recomputed(model: nn.Module, owner: str | None) -> list[tuple[str, RecomputedModule]]:
+    """Return the modules of ``owner``, or all, that run again in backward, with their names."""
+    modules = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, RecomputedModule)]
+    return [(fqn, module) for fqn, module in modules if owner in (None, module._recompute.owner)]
 
 
-def describe_idle(model: nn.Module, report: ConversionReport) -> str:
-    """Return a warning if no layer was converted, and only operations of unknown modules may be compressed."""
-    if report.converted or report.recomputed:
-        return ""
-    reasons = f"\n{report.describe_skipped()}\n" if report.refused else " "
-    return (
-        f"No layer of {type(model).__name__} was converted, so that at most what other operations save is compressed."
-        f"{reasons}HINT: linear layers, convolutions, activation functions and norms can be; recurrent layers cannot."
-    )
+@contextmanager
+def _without_recompute(model: nn.Module, owner: str) -> Iterator[None]:
+    """Suspend recomputation for the modules of ``owner``, so that their own classes are seen.
 
-
-def _has_other_operations(model: nn.Module) -> bool:
-    """Return whether a module runs operations itself, of which what they save may be compressed."""
-    for module in model.modules():
-        own = type(module).forward not in _WITHOUT_OPERATIONS or "forward" in vars(module)
-        if (own or hasattr(module, "training_step")) and operator_of(module) is None:
-            return True
-    return False
-
-
-def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
-    """Return why a layer is not converted, or ``None`` if it is.
-
-    Raises:
-        LayerClaimedError: If another owner has converted it.
+    An error restores it.
     """
-    fqns, layer, operator = candidate.fqns, candidate.layer, candidate.operator
-    if is_converted(layer) and layer.owner is None:
-        return f"was built as {type(layer).__name__} and keeps its own settings"
-    keep = config.keep_of(fqns, operator)
-    if keep is None:
-        return config.why_dense(fqns, operator)
-    cls = known_class(type(layer))
-    if cls is not None and not cls.drops_blocks and keep.bits is None:
-        return "drops no blocks, so that bits=None would keep all of its input as it is"
-    if is_converted(layer):
-        if layer.owner != owner:
-            raise LayerClaimedError(
-                f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: give each "
-                "its own layers with `rules`, or do without one: take a callback out, or `revert` the first call."
-            )
-        return None
-    return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, config)
+    states: dict[Any, RecomputeState] = {module: module._recompute for _, module in _find_recomputed(model, owner)}
+    _stop_recompute(model, owner)
+    try:
+        yield
+    except BaseException:
+        for module, state in states.items():
+            module._recompute = state
+            module.__class__ = recomputed_class(type(module))
+        raise
 
 
-def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) -> str | None:
-    """Return why the compressed forward cannot stand for the layer's own."""
-    if type(layer) is NonDynamicallyQuantizableLinear and (attention is None or _forward_refusal(attention, None)):
-        return "nn.MultiheadAttention uses its weight without calling its forward, so compressing it would save nothing"
-    if isinstance(layer, LazyModuleMixin):
-        return "is not initialised yet; convert after the first forward"
-    if isinstance(layer, FSDPModule):
-        return _SHARDED
-    if type(layer) in LEFT_DENSE:
-        return LEFT_DENSE[type(layer)][1]
-    if convolution.is_transposed(layer):
-        return "is a transposed convolution, whose input is kept as it is"
-    cls = compressed_class(type(layer))
-    if cls is None and not is_converted(layer):
-        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
-        return f"is a {name}, whose forward is not known to be that of the class it derives from"
-    if "forward" in layer.__dict__:
-        return _REPLACED
-    return None if cls is None else cls.refusal(layer)
+# === Marks for compilers ==============================================================================================
+def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False) -> None:
+    """Show compilers the layers of ``owner`` as dense ones with marks that say how to keep their inputs.
 
+    Call it again whenever layers or rules have changed. What rules leave dense stays dense. For other operations this
+    holds for the whole model, since a compiler does not say which module an operation is in.
 
-def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
-    """Return why what the layer reads cannot, or should not, be kept compressed."""
-    weights = weights_of(candidate.layer)
-    shards = [weight for weight in weights if isinstance(weight, DTensor)]
-    is_whole = candidate.sharded and all(map(_is_whole_in_forward, shards))
-    if shards and not (is_whole or _can_take_shards(candidate.layer)):
-        return (
-            "its weight is a tensor-parallel DTensor, of whose shards only those of linear layers and norms are taken"
-        )
-    if candidate.operator not in ("linear", "convolution"):
-        return None
-    if candidate.flattened:
-        return _FLATTENED
-    if any(hasattr(weight, "ds_id") for weight in weights):
-        return _PARTITIONED
-    if not weights[0].is_floating_point():
-        return f"its weight is {weights[0].dtype}; only inputs of floating-point layers can be compressed"
-    narrow = candidate.operator == "linear" and min(weight.shape[1] for weight in weights) < MIN_FEATURES
-    if narrow and config.rule_of(candidate.fqns, candidate.operator) is None:
-        features = min(weight.shape[1] for weight in weights)
-        return (
-            f"has {features} input features, fewer than {MIN_FEATURES}: each MiB saved cost over 1 ms of step time "
-            "there (H200, eager); a rule that matches it compresses it all the same"
-        )
-    return None
-
-
-def _can_take_shards(layer: nn.Module) -> bool:
-    """Return whether the layer, once it is converted, runs on shards; what a hook makes of parameters is none."""
-    cls, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
-    return cls is not None and cls.takes_shards and all(id(weight) in own for weight in weights_of(layer))
-
-
-def _is_whole_in_forward(weight: DTensor) -> bool:
-    """Return whether ``fully_shard`` alone has split a weight: it does so in one dimension of a mesh, the last."""
-    *others, _ = weight.placements
-    return len(others) <= 1 and all(placement.is_replicate() for placement in others)
-
-
-def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Yield every layer that is known with what decides whether it is converted."""
-    sharded, flattened = _find_ids_inside(model, FSDPModule), _find_ids_inside(model, FullyShardedDataParallel)
-    attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    Args:
+        model: The converted model.
+        owner: Who converted it.
+        weight_gradients: Whether the inputs of unconverted layers may be compressed like tensors of other operations;
+            not if a rule leaves such a layer dense.
+    """
+    saved = find_hooks(model, owner)
+    of_model = Model() if saved is None else replace(saved.for_compilers(), weight_gradients=weight_gradients)
     for fqns, layer in layers(model):
-        managed = id(layer) in flattened and "_is_fsdp_managed_module" in vars(layer)  # not one of `ignored_modules`
-        operator = operator_of(layer)
-        assert operator is not None
-        yield Candidate(fqns, layer, operator, attentions.get(id(layer)), id(layer) in sharded, managed)
+        if is_converted(layer) and layer.owner == owner:
+            layer._state = replace(layer._state, marks=_make_marks(layer, general_name(fqns[0]), of_model))
+    for fqn, module in _find_recomputed(model, owner):
+        keep = module.recompute
+        mark = Mark(RECOMPUTE, general_name(plain_name(fqn)), keep.bits or 0, keep.block_size, model=of_model)
+        module._recompute = module._recompute._replace(mark=mark.text)
 
 
-def _find_ids_inside(model: nn.Module, wrapper: type[Any]) -> set[int]:
-    """Return the ids of all modules in modules of this class."""
-    return {id(inner) for outer in model.modules() if isinstance(outer, wrapper) for inner in outer.modules()}
+def unmark_layers(model: nn.Module, owner: str) -> None:
+    """Show compilers the layers of ``owner`` without marks, so that the layers pack by themselves."""
+    for _, layer in layers(model):
+        if is_converted(layer) and layer.owner == owner:
+            layer._state = replace(layer._state, marks=None)
+    for _, module in _find_recomputed(model, owner):
+        module._recompute = module._recompute._replace(mark="")
 
 
-def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
-    """Return the names of modules that the layer around them computes itself once it is converted."""
-    names = set[str]()
-    for candidate in candidates(model):
-        cls = compressed_class(torch_class(type(candidate.layer)))
-        if cls is None or cls.replaced is None:
-            continue
-        if is_converted(candidate.layer) or refusal(candidate, config, owner) is None:
-            child = cls.replaced
-            names.update(child if fqn == ROOT else f"{fqn}.{child}" for fqn in candidate.fqns)
-    return names
+def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | None:
+    """Return the marks that tell a compiler how to keep the inputs of a layer, ``None`` without marks."""
+    if layer.traced == "own":
+        return None
+    if layer.traced == "dense":
+        return "", "", 0, False
+    keep = layer.keep
+    settings = keep.stored_bits, keep.block_size, keep.scope, keep.selection
+    mark = Mark(layer.operator_of(layer), name, *settings, of_model)
+    fine_rows = keep.fine_rows if 0 < keep.stored_bits < 8 else 0
+    # With averaging over processes, a compiler may cut the graph wherever gradients of weights fill a bucket.
+    averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
+    cut = averaged and mark.operator in ("linear", "convolution")
+    return mark.text, replace(mark, bits=8).text, fine_rows, cut
 
 
-def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
-    """Return whether ``layer`` is compressed itself: attention may be routed for its output projection alone."""
-    return isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
-
-
-def _is_listed(layer: nn.Module) -> bool:
-    """Return whether a layer keeps anything that a report can list; dropout of nothing does not."""
-    cls = known_class(type(layer))
-    return cls is None or (cls.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
-
-
-def _make_row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
-    layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
-    has_sizes = keep is not None and candidate.operator in ("linear", "convolution")
-    inputs, outputs = _find_features(layer) if has_sizes else (None, None)
-    cls = known_class(type(layer))
-    sparsity = 0.0 if keep is None or cls is None or not cls.drops_blocks else sparsity_at(keep.sparsity, 0.0)
-    one_bit = cls is not None and cls.one_bit
-    return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit)
-
-
-def _find_features(layer: nn.Module) -> tuple[int, int]:
-    """Return the sizes of its input and output, of an in-projection those of the query and of all three outputs."""
-    if isinstance(layer, Convolution):
-        return layer.in_channels, layer.out_channels
-    if isinstance(layer, CompressedLayer) and is_converted(layer) and layer._state.features is not None:
-        return layer._state.features
-    weights = weights_of(layer)
-    return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
-
-
-def _convert_layer(candidate: Candidate, keep: Keep, owner: str) -> None:
-    """Convert one layer, or set anew what ``owner`` converted before."""
-    layer, attention = candidate.layer, candidate.attention
-    features = _find_features(layer) if candidate.operator in ("linear", "convolution") else None
-    cls: type[Any] | None = type(layer) if is_converted(layer) else compressed_class(type(layer))
-    assert cls is not None
-    if cls.drops_blocks:
-        highest = highest_sparsity(keep.sparsity) if isinstance(keep.sparsity, SparsitySchedule) else 0.0
-        state = LayerState(keep, sparsity_at(keep.sparsity, 0.0), owner, highest, features)
-    else:
-        state = LayerState(keep, 0.0, owner, 0.0, features)
-    layer._state = state  # type: ignore[assignment]
-    if type(layer) is not cls:
-        layer.__class__ = cls
-        enter_in_tables(cls)
-    if type(attention) is nn.MultiheadAttention:
-        attention.__class__ = RoutedMultiheadAttention
-
-
+# === Hooks for saved tensors of other operations ======================================================================
 class _Attached(dict[str, SavedTensorCompression]):
-    """The attached hooks by owner, as an attribute of the model; a copy of the model has none, as it has no hooks."""
+    """The attached hooks by owner, an attribute of the model; copies of a model have no hooks."""
 
     def __deepcopy__(self, memo: Any) -> _Attached:
         return _Attached()
@@ -667,7 +664,7 @@ class _Attached(dict[str, SavedTensorCompression]):
 
 
 def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
-    """Let hooks keep compressed what else is saved in ``model``, if that is covered; anew for modules made since."""
+    """Attach hooks that compress tensors of other operations, if ``config`` covers them."""
     _detach_saved(model, owner)
     keep = config.keep_of_all("saved")
     if keep is None or keep.bits is None:
@@ -686,7 +683,7 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
 
 
 def _detach_saved(model: nn.Module, owner: str | None) -> None:
-    """Take the hooks of ``owner``, or all, off ``model`` and off what is in it, such as a model that it wraps."""
+    """Remove the hooks of ``owner``, or all, from ``model`` and the modules in it."""
     for module in model.modules():
         attached = module.__dict__.get(_SAVED, {})
         for name in [name for name in attached if owner in (None, name)]:
@@ -696,19 +693,19 @@ def _detach_saved(model: nn.Module, owner: str | None) -> None:
         drop_idle_hooks(module)
 
 
-def find_saved_compression(model: nn.Module, owner: str) -> SavedTensorCompression | None:
-    """Return what keeps compressed for ``owner`` what else is saved in ``model``, ``None`` if nothing does."""
+def find_hooks(model: nn.Module, owner: str) -> SavedTensorCompression | None:
+    """Return the hooks of ``owner`` on ``model``, ``None`` without any."""
     attached: Mapping[str, SavedTensorCompression] = model.__dict__.get(_SAVED, {})
     return attached.get(owner)
 
 
 def _check_saved_is_free(model: nn.Module, owner: str) -> None:
-    """Raise ``LayerClaimedError`` if hooks are wanted on ``model`` where another owner has some."""
+    """Raise ``LayerClaimedError`` if another owner has hooks on ``model``."""
     for module in model.modules():
         for other in module.__dict__.get(_SAVED, {}):
             if other != owner:
                 raise LayerClaimedError(
-                    f"What else is saved in the model is already kept compressed by {other}, and {owner} claims it "
-                    "too. HINT: cover it once (`rules={'type:saved': None}` in the other), or do without one: take a "
-                    "callback out, or `revert` the first call."
+                    f"Saved tensors of other operations are already kept compressed by {other}, and {owner} "
+                    "claims them too. HINT: cover them once (`rules={'type:saved': None}` in the other), or remove a "
+                    "callback, or `revert` the first call."
                 )

@@ -250,8 +250,6 @@ def add_layers(table: Table, layers: Sequence[LayerReport], last: Mapping[str, f
 
 
 # === Words and tables of every report =================================================================================
-
-
 class _Named(Protocol):
     @property
     def fqn(self) -> str: ...
@@ -324,7 +322,7 @@ def describe_keep(keep: Keep, first: float = 0.0, last: float = 0.0, bits: int |
         few: Whether inputs with few rows get more bits, as in linear layers.
     """
     bits = bits or keep.bits
-    parts = ["values as they are" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"]
+    parts = ["uncompressed values" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"]
     parts += [f"8 below {keep.fine_rows} rows"] if few and 0 < keep.stored_bits < 8 and keep.fine_rows else []
     if first or last:
         ends = dict.fromkeys((f"{100 * first:g}", f"{100 * last:g}"))

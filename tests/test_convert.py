@@ -385,7 +385,7 @@ def test_rows_are_flat_and_plain():
     assert (by_name["act"]["operator"], by_name["act"]["bits"], by_name["act"]["sparsity"]) == ("activation", 4, 0.0)
     assert "'fc2'" in by_name["fc2"]["reason"]
     assert "fc2 (Linear): " in report.describe_skipped()
-    assert "│ fc1   │ Linear    │ values as they are, drops 50 %" in str(report)
+    assert "│ fc1   │ Linear    │ uncompressed values, drops 50 %" in str(report)
 
 
 def test_nothing_to_do_is_said():

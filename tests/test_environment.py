@@ -52,22 +52,22 @@ def answer(found: dict[str, Any], device: str, dtype: str, block_size: int) -> t
 
 
 def test_gpus_and_what_runs_on_them(gpus, monkeypatch):
-    found = collect_environment()
-    assert json.loads(json.dumps(found)) == found
-    assert found["gpus"] == [
+    result = collect_environment()
+    assert json.loads(json.dumps(result)) == result
+    assert result["gpus"] == [
         {"index": 0, "name": "Old [one]", "capability": "7.5", "memory_bytes": 4 * GIB, "free_bytes": 3 * GIB},
         {"index": 1, "name": "New", "capability": "9.0", "memory_bytes": 80 * GIB, "free_bytes": None},
     ]
-    assert found["gpu_trouble"] is None
-    assert len(found["kernels"]) == 3 * len(DTYPES) * len(BLOCK_SIZES)
+    assert result["gpu_trouble"] is None
+    assert len(result["kernels"]) == 3 * len(DTYPES) * len(BLOCK_SIZES)
     old = "compute capability 7.5 is below 8.0"
-    assert answer(found, "cuda:0", "float32", 32) == ("reference", [old])
+    assert answer(result, "cuda:0", "float32", 32) == ("reference", [old])
     for dtype in ("float32", "float16", "bfloat16"):
-        assert answer(found, "cuda:1", dtype, 1024) == ("triton", [])
-        assert answer(found, "cuda:1", dtype, 2048) == ("reference", ["block_size 2048 is above 1024"])
-    backend, (reason,) = answer(found, "cuda:1", "float64", 16)
+        assert answer(result, "cuda:1", dtype, 1024) == ("triton", [])
+        assert answer(result, "cuda:1", dtype, 2048) == ("reference", ["block_size 2048 is above 1024"])
+    backend, (reason,) = answer(result, "cuda:1", "float64", 16)
     assert (backend, "float64 is not" in reason) == ("reference", True)
-    assert all(row["reasons"] for row in found["kernels"] if row["device"] == "cpu")
+    assert all(row["reasons"] for row in result["kernels"] if row["device"] == "cpu")
     monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
     dispatch._automatic.cache_clear()
     assert old in describe_kernels(collect_environment())
@@ -91,6 +91,6 @@ def test_as_a_command():
     command = [sys.executable, "-m", "lightning_actprune", "--json"]
     run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found["gpus"] == []
-    assert found["gpu_trouble"]
+    result = json.loads(run.stdout)
+    assert result["gpus"] == []
+    assert result["gpu_trouble"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.dispatch import LaunchCache
 from lightning_actprune.config import Config, PresetName
-from lightning_actprune.convert import convert_layers, find_saved_compression, new_owner
+from lightning_actprune.convert import convert_layers, find_hooks, new_owner
 from tests.support.compression import Runs
 
 TOKENS, FEATURES = 16, 64
@@ -50,7 +50,7 @@ def train(preset: PresetName | None, steps: int) -> list[float]:
     if preset is not None:
         owner = new_owner("soak")
         convert_layers(model, Config(preset), owner)
-        saved = find_saved_compression(model, owner)
+        saved = find_hooks(model, owner)
         assert saved is not None
         saved.min_values = 1024
     losses, found = [0.0] * 10, []

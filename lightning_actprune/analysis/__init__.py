@@ -1,1 +1,1 @@
-"""What a model keeps for backward, found out in real steps: what else retains it, how much it is, and what it costs."""
+"""Measure or simulate real training steps: what retains an input, how much is kept, and what compression costs."""

@@ -1,26 +1,26 @@
-"""How each block of a model is kept so that a training step fits into a memory budget: the fastest, most exact way.
+"""Choose how to keep each block of a model so that a training step fits into a memory budget, fast and exact.
 
-Of a block (``operators.recompute.find_blocks``) there are four ways to keep what backward needs, from the fewest bytes
-to the most. In brackets: what a ViT-B/16 keeps of its dense bytes if all blocks are kept so, and the square of the
-gradient's relative error::
+A block (``operators.recompute.find_blocks``) can keep what backward needs in four ways, from the fewest bytes to the
+most. In brackets: what a ViT-B/16 keeps of its dense bytes if all blocks are kept so, and the square of the gradient's
+relative error::
 
     recompute    run again in backward, from its input in eight bits         (3 %, 1e-5)
     max          in few bits, as preset "max"                                (22 %, .03)
     balanced     in four bits, as preset "balanced"                          (31 %, .005)
-    dense        as it is                                                    (100 %, 0)
+    dense        uncompressed                                                (100 %, 0)
 
-What a byte buys is the largest for ``recompute -> max``, a second forward for a sixth of the block's bytes, and error
-comes after time. So the settings of a whole model form one path: from all blocks run again, one block after the
-other takes the next way, the last block first, until all are kept in few bits; then the same for ``balanced``, and for
-``dense``. The last block first, since the peak of a step lies where backward begins: what runs again there adds its own
-activations to what all others keep, while a block further ahead runs again when those behind it have let go of theirs.
-What belongs to no block is kept as ``max`` does while any block is, then as ``balanced``, and is dense in the end; what
-attention saves goes with it.
+A byte buys most in ``recompute -> max``: a second forward for a sixth of the block's bytes. Error comes after time. So
+the settings of a model form one path. It starts with all blocks run again. One block after the other takes the next
+way, the last block first, until all are kept in few bits; then the same for ``balanced``, and for ``dense``. The last
+block comes first, since the peak of a step is where backward begins: a block that runs again there adds its activations
+to what all others keep, while an earlier block runs again when later ones have released theirs. What belongs to no
+block is kept like ``max`` while any block is, then like ``balanced``, and is dense at the end, together with what
+attention saves.
 
-A block runs again as a whole. The two other changes it makes layer by layer, in one order for both: convolutions,
-linear layers, activation functions, layer scales, affine layers, norms. By the squared error that each GiB removes
-(table ``operators`` of ``benchmarks/results/steps.json``: one operator in few bits,
-ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet, ConvNeXt and patch embeddings)::
+A block runs again as a whole. The two other changes go layer by layer, in the same order: convolutions, linear layers,
+activation functions, layer scales, affine layers, norms. By the squared error that each GiB removes (table
+``operators`` of ``benchmarks/results/steps.json``: one operator in few bits, ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt;
+for convolutions ResNet, ConvNeXt and patch embeddings)::
 
                     max -> balanced     balanced -> dense
     convolution     .08 to 8            .002 to .2
@@ -28,19 +28,19 @@ ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet, ConvNeXt and
     activation      0 to .06            0 to .002
     norm            0, four bits both   .00004 to .007
 
-By time it is the same order: each MiB that a linear layer does not pack saves 1 to 1.5 us (``kernels.json``),
-while activation functions and norms that read and write few bits take no longer than dense ones (also
-there). Times in the first record vary by more than an operator takes. What operations of a block save beside its
-layers, attention's inputs above all, is nearly exact in any case, and becomes dense with the last layer.
+Time gives the same order: each MiB that a linear layer does not pack saves 1 to 1.5 us (``kernels.json``), while
+activation functions and norms in few bits take no longer than dense ones (same file). Times in the first record vary by
+more than an operator takes. What operations of a block save besides its layers, above all attention's inputs, is nearly
+exact anyway, and becomes dense with the last layer.
 
-Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak
-grows, as far as can be said without looking: where two layers share a tensor and one of them is dense, the other one
-packs what is there anyway. So the last setting whose peak fits is found by bisection, of which each look is a simulated
-step (``analysis.simulate_step``): some ten of them for the 279 settings of a ViT-B/16. What is chosen has itself been
-looked at, so it fits whether or not peaks grow all along the path.
+Along the path a step takes less time, and once no block runs again its gradient becomes more exact. Its peak grows,
+with exceptions: if two layers share a tensor and one of them is dense, the other packs what is kept anyway. So
+bisection finds the last setting whose peak fits, and each look is a simulated step (``analysis.simulate_step``): about
+ten for the 279 settings of a ViT-B/16. The chosen setting has itself been simulated, so it fits even if peaks do not
+always grow.
 
-A simulation knows no fragments, workspaces of convolutions and buckets of a strategy. Whoever has measured a step of a
-setting on the device can say by how much that was off, and all predictions are corrected by that.
+A simulation knows no fragmentation, no workspaces of convolutions and no buckets of a strategy. If a step of one
+setting was measured on the device, all predictions are corrected by the difference.
 """
 
 from __future__ import annotations
@@ -63,25 +63,24 @@ from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recom
 from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.operators.registry import ROOT, layers, operator_of, plain_name
-from lightning_actprune.report import ConversionReport
+from lightning_actprune.report import MIB, ConversionReport
 from lightning_actprune.schedules import SparsitySchedule
 
 Rules: TypeAlias = dict[str, Rule]
 BITS = 8
-"""Of the inputs of blocks that run again."""
+"""Bits of the inputs of blocks that run again."""
 WAYS = "run again", "in few bits", "in four bits", "dense"
 """How a block may be kept, from the fewest bytes to the most."""
 AGAIN, FEW, BALANCED, DENSE = range(len(WAYS))
 ORDER: tuple[Operator, ...] = "convolution", "linear", "activation", "scale", "affine", "norm"
 """The order in which the layers of a block change (see the module)."""
 _AROUND = "type:value", "type:attended", "*"
-"""Patterns of what belongs to no block; what attention saves is of whatever block, and a matter of its type."""
+"""Patterns of what belongs to no block; what attention saves is covered by type, in any block."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b\s*", re.IGNORECASE)
 _EXAMPLE = 'HINT: a size such as "20GiB", a number of bytes, or a fraction of the dense peak such as 0.25.'
-_MIB = 2**20
 MARGIN = 0.005
-"""Share of a budget that is left, since the peaks of steps differ by some MiB."""
+"""Share of a budget to leave free, since the peaks of steps differ by some MiB."""
 
 
 def check_memory_budget(value: Any) -> int | float:
@@ -93,23 +92,24 @@ def check_memory_budget(value: Any) -> int | float:
         value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"`memory_budget` must be a size, got {value!r} of type {type(value).__name__}. {_EXAMPLE}")
-    if isinstance(value, Integral) and value < _MIB:
+    if isinstance(value, Integral) and value < MIB:
         raise ValueError(f"`memory_budget` must be at least 1 MiB, got {value!r} bytes. {_EXAMPLE}")
     size = float(value)
-    if isinstance(value, Integral) or _MIB <= size < inf:  # such as 20e9
+    if isinstance(value, Integral) or MIB <= size < inf:  # such as 20e9
         return int(size)
     if not 0.0 < size <= 1.0:
         raise ValueError(f"`memory_budget` must be in (0, 1] if it is a fraction, got {value!r}. {_EXAMPLE}")
     return size
 
 
+# === The path of settings =============================================================================================
 class Setting(NamedTuple):
-    """How far along the path the blocks of a model are.
+    """A position on the path.
 
     Args:
-        way: How blocks are kept that have not changed yet, by its number in ``WAYS``.
+        way: How blocks that have not changed yet are kept, as an index of ``WAYS``.
         changed: How many blocks, from the last one on, are kept in the next way.
-        layers: How many layers of the block before these are.
+        layers: How many layers of the block before these are kept in the next way.
     """
 
     way: int
@@ -118,18 +118,18 @@ class Setting(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block by patterns.
+    """A block as patterns of rules.
 
     Args:
-        name: Of itself.
-        layers: Of its layers, in the order in which they change.
+        name: Pattern of the block.
+        layers: Patterns of its layers, in the order in which they change.
     """
 
     name: str
     layers: list[str]
 
     def make_rules(self, way: int, changed: int = 0) -> Rules:
-        """Return the rules of a way, of which so many layers have gone on to the next one."""
+        """Return the rules of a way, with the first ``changed`` layers in the next way."""
         inside = f"{self.name}.*"
         if way == AGAIN:
             return {self.name: Recompute(BITS), inside: None}
@@ -138,13 +138,13 @@ class _Block(NamedTuple):
         if way == FEW:
             return dict.fromkeys(self.layers[:changed], "balanced")
         remaining = self.layers[changed:]
-        # By patterns that match layers alone, since rules that count for none are errors.
+        # Only patterns that match a layer: a rule without a match is an error.
         matches = {self.name: self.name in remaining, inside: any(name != self.name for name in remaining)}
         return dict.fromkeys(self.layers[:changed]) | {pattern: "balanced" for pattern in matches if matches[pattern]}
 
 
 class Settings:
-    """The path: the setting with all blocks run again first, the dense model last.
+    """The path: first the setting with all blocks run again, last the dense model.
 
     Args:
         model: The dense model.
@@ -161,7 +161,7 @@ class Settings:
         return self._path[number]
 
     def rules(self, number: int) -> Rules:
-        """Return what rules a setting is made of, for the preset ``"max"`` or another one in its place."""
+        """Return the rules of a setting, to use with the preset ``"max"`` or another one in its place."""
         way, changed, part = self[number]
         if way == DENSE:
             return {"*": None}
@@ -200,7 +200,7 @@ class Settings:
 
 
 def _find_blocks(model: nn.Module) -> list[_Block]:
-    """Return the blocks of a model, each layer in the first one that has it, whose rules come first."""
+    """Return the blocks of a model, each layer in the first block that contains it, whose rules come first."""
     members: dict[str, list[tuple[int, str]]] = {plain_name(name): [] for name in find_blocks(model)}
     for fqns, layer in layers(model):
         operator = operator_of(layer)
@@ -210,16 +210,17 @@ def _find_blocks(model: nn.Module) -> list[_Block]:
     return [_Block(escape(name), [fqn for _, fqn in sorted(own, key=itemgetter(0))]) for name, own in members.items()]
 
 
+# === The search for a setting that fits ===============================================================================
 @dataclass(frozen=True)
 class Allocation:
     """A setting of the path.
 
     Args:
-        number: Its number on the path (``Settings``), 0 for that with all blocks run again.
-        rules: What rules it is made of, beside the preset and behind those of the user.
+        number: Its number on the path (``Settings``); 0 runs all blocks again.
+        rules: Its rules, to use with the preset and after the user's rules.
         step: The simulated step.
         dense: The simulated step of the dense model.
-        off: By how many bytes a measured step had more than the simulated one.
+        off: Bytes by which a measured step exceeded the simulated one.
     """
 
     number: int
@@ -240,13 +241,13 @@ class Allocation:
 
 
 class Allocator:
-    """Looks for the last setting of the path that fits.
+    """Finds the last setting of the path that fits.
 
     Args:
         model: The dense model.
-        simulated: Returns the step of the model under a configuration, of the dense model for ``None``.
-        preset: That of the path, ``"max"`` in general.
-        rules: Those of the user, which come before those of the path.
+        simulated: Returns the step of the model under a configuration; ``None`` is the dense model.
+        preset: Preset of the path, usually ``"max"``.
+        rules: The user's rules, which come before those of the path.
         sparsity: As in ``Config``.
         block_size: As in ``Config``.
     """
@@ -279,15 +280,15 @@ class Allocator:
         return self._steps[number]
 
     def has_simulated(self, number: int) -> bool:
-        """Return whether the steps of a setting and of the dense model have been simulated."""
+        """Return True if the steps of a setting and of the dense model have been simulated."""
         return {number, len(self.path) - 1} <= self._steps.keys()
 
     def release(self, simulated: Callable[[Config | None], StepMemory]) -> None:
-        """Let go of what simulates steps, for another one in its place; steps that were simulated stay known."""
+        """Replace the function that simulates steps; simulated steps stay."""
         self._simulate = simulated
 
     def allocation(self, number: int, off: int = 0) -> Allocation:
-        """Return a setting."""
+        """Return the setting of this number."""
         rules = self._filter_rules(self._find_path_rules(number))
         return Allocation(number, rules, self.step(number), self.step(len(self.path) - 1), off)
 
@@ -296,8 +297,8 @@ class Allocator:
 
         Args:
             budget: Bytes, or a fraction of the peak of the dense model.
-            off: By how many bytes a measured step had more than the simulated one.
-            cap: Bytes that are there, whatever the budget is.
+            off: Bytes by which a measured step exceeded the simulated one.
+            cap: Bytes of the device, whatever the budget is.
 
         Raises:
             ValueError: If none fits into the budget.
@@ -313,9 +314,9 @@ class Allocator:
         return budget if isinstance(budget, int) else budget * (self.step(len(self.path) - 1).peak_bytes + off)
 
     def last_within(self, limit: float) -> int:
-        """Return the last setting whose simulated peak is within ``limit``, that of the fewest bytes if none is.
+        """Return the last setting whose simulated peak is within ``limit``, or that of the fewest bytes if none is.
 
-        A margin is left of it, but for the dense model and the setting of the fewest bytes.
+        A margin of the limit stays free, except for the dense model and the setting of the fewest bytes.
         """
         fits, last = self._find_least(limit), len(self.path) - 1
         if self.step(fits).peak_bytes > limit:
@@ -335,8 +336,8 @@ class Allocator:
     def _find_least(self, limit: float) -> int:
         """Return a setting that fits, or the one that takes least.
 
-        If blocks are few, or hold much beside what they keep in few bits, running the last ones again takes more than
-        that: peaks fall at first where these no longer do, and rise again then.
+        If a model has few blocks, or they keep much in few bits, running the last ones again takes more memory than
+        that: then peaks first fall until these blocks no longer run again, and rise afterwards.
         """
 
         def peak(number: int) -> int:
@@ -356,11 +357,11 @@ class Allocator:
         return min((0, first, len(self.path.blocks)), key=peak)
 
     def _find_path_rules(self, number: int) -> Rules:
-        """Return the rules of a setting whose patterns are none of the user's."""
+        """Return the rules of a setting whose patterns are not the user's."""
         return {name: rule for name, rule in self.path.rules(number).items() if name not in self._own}
 
     def _filter_rules(self, rules: Rules) -> Rules:
-        """Return those of ``rules`` that count for something behind the user's, since ``convert`` takes no others."""
+        """Return the ``rules`` that match something not matched by the user's rules; ``convert`` takes no others."""
         config = self._config({**self._own, **rules})
         counting = {config.rule_of(fqns, operator) for fqns, operator in self._layers}
         if config.keep_of([ROOT], "saved") is not None:
@@ -377,12 +378,12 @@ class Allocator:
 def _describe_too_small(budget: float, limit: float, least: StepMemory, off: int) -> str:
     at = least.peak_in()
     parts = {} if at is None else dict(sorted(least.parts(at).items(), key=lambda part: -part[1]))
-    contents = ", ".join(f"{name} {nbytes / _MIB:,.0f} MiB" for name, nbytes in parts.items() if nbytes >= _MIB)
-    size = f"{limit / _MIB:,.0f} MiB" + ("" if isinstance(budget, int) else f", {budget:.0%} of the dense peak")
+    contents = ", ".join(f"{name} {nbytes / MIB:,.0f} MiB" for name, nbytes in parts.items() if nbytes >= MIB)
+    size = f"{limit / MIB:,.0f} MiB" + ("" if isinstance(budget, int) else f", {budget:.0%} of the dense peak")
     return (
-        f"`memory_budget` ({size}) is less than a step takes at the least, {(least.peak_bytes + off) / _MIB:,.0f} "
-        f"MiB: {contents}. HINT: raise it, or take a smaller batch; parameters, gradients and optimizer state are for "
-        "sharding or for an optimizer with less state, logits for a loss that is fused with the head."
+        f"`memory_budget` ({size}) is less than a step takes at the least, {(least.peak_bytes + off) / MIB:,.0f} "
+        f"MiB: {contents}. HINT: raise it, or use a smaller batch; sharding or an optimizer with less state lowers "
+        "parameters, gradients and optimizer state, a loss fused with the head lowers logits."
     )
 
 
@@ -397,19 +398,19 @@ def allocate(
     optimizer: MakeOptimizer | None = None,
     loss: Loss | None = None,
 ) -> Allocation:
-    """Return how each block of a model is to be kept so that the peak of a training step fits into a budget.
+    """Choose how to keep each block of a model so that the peak of a training step fits into a budget.
 
-    Nothing of the model changes, and no GPU is needed. For a ViT-B/16 it takes some 25 s on two CPU cores. Use it with
-    ``convert(model, preset, rules={**own_rules, **allocation.rules})``; of a dense one, convert nothing.
+    The model does not change, and no GPU is needed. A ViT-B/16 takes some 25 s on two CPU cores. Use the result with
+    ``convert(model, preset, rules={**own_rules, **allocation.rules})``; if it is dense, convert nothing.
 
     Args:
         model: The dense model.
-        batch: What a step gets. Of its tensors shapes, strides and types count.
+        batch: Batch of a step; only shapes, strides and types of its tensors matter.
         memory_budget: A size, such as ``"20GiB"``, a number of bytes, or a fraction of the dense model's peak.
-        preset: How blocks are kept that keep few bits.
-        rules: Those of the user, which count before those of the allocation.
+        preset: Preset of blocks in few bits.
+        rules: The user's rules, which come before those of the allocation.
         precision: One of Lightning's names, such as ``"bf16-mixed"`` or ``"32-true"``.
-        optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
+        optimizer: Creates the optimizer of the trained parameters; by default fused AdamW.
         loss: Returns the loss, given a copy of the model and the batch (see ``analysis.estimate``).
 
     Returns:
@@ -417,23 +418,23 @@ def allocate(
 
     Raises:
         TypeError: If an argument has the wrong type, or the model cannot be copied.
-        ValueError: If an argument is out of range, the budget is less than any setting needs, or a module needs values
-            that are not there.
+        ValueError: If an argument is out of range, the budget is too small for every setting, or a module reads values
+            that do not exist.
 
     Example:
         >>> import torch
         >>> layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)]
         >>> model = nn.Sequential(*layers, nn.Linear(256, 10))
         >>> batch = torch.empty(8192, 256), torch.empty(8192, dtype=torch.int64)
-        >>> found = allocate(model, batch, "120MiB", precision="32-true")
-        >>> found.is_dense, found.peak_bytes <= 120 * 2**20 < found.dense.peak_bytes
+        >>> allocation = allocate(model, batch, "120MiB", precision="32-true")
+        >>> allocation.is_dense, allocation.peak_bytes <= 120 * 2**20 < allocation.dense.peak_bytes
         (False, True)
     """
     budget = check_memory_budget(memory_budget)
     if preset == "recompute":
         raise ValueError(
-            "`preset` must be one that keeps few bits, got 'recompute'. HINT: 'max'; blocks run again by themselves "
-            "where nothing else fits."
+            "`preset` must be one that keeps few bits, got 'recompute'. HINT: use 'max'; blocks run again where "
+            "nothing else fits."
         )
     options = {"loss": loss, "precision": precision, "optimizer": optimizer}
 
@@ -445,5 +446,5 @@ def allocate(
 
 
 def convert_copy(config: Config, model: nn.Module) -> ConversionReport:
-    """Convert a model that is simulated."""
+    """Convert the copy of a model that is simulated."""
     return convert_layers(model, config, new_owner("allocate()"))

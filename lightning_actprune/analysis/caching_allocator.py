@@ -1,12 +1,11 @@
-"""CUDA's caching allocator on a CPU: memory that takes none until it is touched, handed out as on a GPU.
+"""CUDA's caching allocator on a CPU: its memory costs nothing until it is touched, and is handed out as on a GPU.
 
-Sizes are rounded up to ``GRAIN``, the smallest free block that is large enough is taken, and it is split only if enough
-is left over. In use are ::
+Sizes are rounded up to ``GRAIN``. The smallest free block that is large enough is taken, and split only if enough is
+left over. In use are ::
 
     used(t) = WORKSPACES WORKSPACE + sum_{blocks out at t} size(block)        peak = max_t used(t)
 
-The former is what matrix products take for good, once for forward and once for backward, which is another thread on a
-GPU.
+Matrix products allocate the workspaces for good: one in forward and one in backward, which is another thread on a GPU.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from dataclasses import dataclass
 import torch
 
 GRAIN = 512
-"""Bytes of which CUDA's caching allocator hands out multiples."""
+"""CUDA's caching allocator hands out multiples of this many bytes."""
 SMALL, SMALL_SEGMENT, SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
-"""Bytes up to which a block is small, and of the segments from which it takes blocks; of large ones at least."""
+"""Largest small block, size of the segments of small blocks, and smallest segment of large ones, in bytes."""
 WORKSPACE, WORKSPACES = 2**25, 2
-"""Bytes of each of cuBLAS's workspaces on compute capability 9, on others 8.1 MiB; one of forward, one of backward."""
+"""Bytes of one cuBLAS workspace on compute capability 9 (8.1 MiB on others), and how many there are."""
 
 
 @dataclass(eq=False)
 class _Block:
-    """A piece of a segment of memory.
+    """A piece of a memory segment.
 
     Args:
         size: Its bytes.
         address: Where it begins.
-        before: The block before it in its segment.
-        after: The block after it.
-        free: Whether nobody has it.
+        before: The previous block of its segment.
+        after: The next block of its segment.
+        free: Whether it is free.
     """
 
     size: int
@@ -47,10 +46,10 @@ class _Block:
 
 
 class _Pool:
-    """The segments of one kind: CUDA's caching allocator takes the smallest free block that is large enough.
+    """The segments of one kind; it hands out the smallest free block that is large enough.
 
     Args:
-        least: The block is split if more bytes than these would be left over.
+        least: A block is split if more bytes than these would be left over.
     """
 
     def __init__(self, least: int) -> None:
@@ -59,7 +58,7 @@ class _Pool:
         self._end = 0
 
     def take(self, size: int, segment: int) -> _Block:
-        """Return a block of ``size`` bytes, or a few more, of a new segment of ``segment`` bytes if none is free."""
+        """Return a block of at least ``size`` bytes, from a new segment of ``segment`` bytes if none is free."""
         place = bisect.bisect_left(self._free, (size, 0))
         if place < len(self._free):
             block = self._free.pop(place)[2]
@@ -76,7 +75,7 @@ class _Pool:
         return block
 
     def give(self, block: _Block) -> None:
-        """Take a block back, and join it with what is free beside it."""
+        """Take a block back, and merge it with free neighbours."""
         block.free = True
         before, after = block.before, block.after
         if after is not None and after.free:
@@ -101,10 +100,10 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Hands out memory that takes none until it is touched, and counts what is out as CUDA's caching allocator does.
+    """Hands out memory that costs nothing until it is touched, and counts bytes as CUDA's caching allocator does.
 
     Args:
-        workspaces: Whether to count those of cuBLAS, which a CPU has not.
+        workspaces: Whether to count cuBLAS's workspaces, which a CPU does not have.
     """
 
     def __init__(self, workspaces: bool = True) -> None:
@@ -116,18 +115,18 @@ class CachingAllocator:
             self._take(WORKSPACE)
 
     def empty(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage of so many bytes."""
+        """Return a storage of ``nbytes`` bytes."""
         if not nbytes:
             return torch.empty(0).untyped_storage()
         memory = mmap.mmap(-1, nbytes)
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        # Of the memory, not of the storage, which weak references such as those of recorders keep an empty shell of.
+        # Watch the memory, not the storage: weak references such as those of recorders keep an empty storage alive.
         weakref.finalize(memory, self._gone, storage._cdata, *self._take(nbytes)).atexit = False
         self.without_values.add(storage._cdata)
         return storage
 
     def ask(self) -> tuple[int, int]:
-        """Return the bytes in use now, and the most since the last time."""
+        """Return the bytes in use now, and the most since the last call."""
         peak, self._peak = self._peak, self._used
         return self._used, peak
 

@@ -1,18 +1,18 @@
-"""What a converted module would keep for backward if it were dense, found without keeping it.
+"""Find what a converted module would keep for backward if it were dense, without keeping it.
 
-The dense model is not there to be measured, and a formula for every class would be a second description of each of
-them. So the forward of the dense class runs once more, on *fake* tensors, which have shapes, strides, types and devices
-but no values: torch itself says which tensors it would save. It runs on a twin of the module, made of the dense classes
-of it and of its children, with fake parameters and buffers and without any hooks, so nothing of the module changes: no
-running statistics, no random numbers, no caches of autocast or of ``parametrize.cached``.
+The dense model does not exist and so cannot be measured, and a formula per class would describe each class a second
+time. So the forward of the dense class runs once more on *fake* tensors, which have shapes, strides, types and devices
+but no values, and torch itself says which tensors it would save. It runs on a twin: the dense classes of the module and
+its children, with fake parameters and buffers and without hooks. Nothing of the module changes: no running statistics,
+no random numbers, no caches of autocast or of ``parametrize.cached``.
 
-What is kept counts by storage, so each storage of the twin must be known as the storage that the real step has in its
-place. Those of inputs, parameters and buffers are known from the start, those of the output when the module has
-returned it: a ReLU keeps its result, which the next layer may keep as its input. A 16-bit copy of a weight that
-autocast makes is known by its leaf and region (``analysis.recorder``). All others are new.
+Kept bytes count by storage, so each storage of the twin has to be matched with the one that the real step has in its
+place. Inputs, parameters and buffers are matched at the start, outputs when the module has returned them: a ReLU keeps
+its result, which the next layer may keep as its input. Autocast's 16-bit copy of a weight is matched by its leaf and
+region (``analysis.recorder``). All other storages are new.
 
-A forward that looks at values, or takes tensors that are more than memory with strides, such as a DTensor, cannot run
-so. Nothing is known of its module then.
+A forward that reads values, or that takes tensors which are more than strided memory (a DTensor, say), cannot run this
+way. Its module then has no dense footprint.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _CONTAINERS = (list, dict, set, deque, UserList, UserDict)
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors on devices that there are: torch gets ready for others too, after which no process can be forked."""
+    """Fake tensors on existing devices only: torch would initialise others too, and then no process can be forked."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """False: no device is used that is not there."""
+        """False: do not prepare devices that are not there."""
         return False
 
 
@@ -52,11 +52,11 @@ class DenseForward:
 
     Args:
         module: The converted module.
-        args: What it is called with.
-        kwargs: The same, by keyword.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
-        Exception: Whatever the forward raises if it cannot run without values.
+        Exception: Anything that the forward raises if it cannot run without values.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class DenseForward:
             FakeMode(allow_non_fake_inputs=True),
             torch.autograd.graph.saved_tensors_hooks(_make_pack_hook(saved), lambda tensor: tensor),
         ):
-            # Or they would keep copies of fake parameters, for whoever asks for real ones later.
+            # Otherwise these caches would keep copies of fake parameters, and return them for real ones later.
             torch.set_autocast_cache_enabled(False)
             parametrize._cache_enabled = 0
             try:
@@ -85,17 +85,17 @@ class DenseForward:
                 parametrize._cache_enabled = parametrized
                 set_python_generators(generators)
         self._saved: list[tuple[Tensor, Any]] = []
-        """Each tensor that the dense module would save, with its key if it is one of autocast's shared copies."""
+        """Each tensor that the dense module would save, with a key if it is one of autocast's shared copies."""
         for tensor in saved:
             leaf = find_copied_leaf(tensor)
             real = None if leaf is None else self._real.get(id(leaf))
             self._saved.append((tensor, None if real is None else find_shared_copy(real)))
 
     def find_storages(self, output: Any) -> dict[Any, int]:
-        """Return the bytes of each storage that the dense module would keep, autocast's copies by their own keys.
+        """Return the bytes of each storage that the dense module would keep; copies of autocast have their own keys.
 
         Args:
-            output: What the converted module has returned, ``None`` if it raised.
+            output: Output of the converted module, ``None`` if it raised.
         """
         for fake, real in zip(tree_leaves(self._output), tree_leaves(output), strict=False):
             if isinstance(fake, Tensor) and isinstance(real, Tensor):
@@ -107,7 +107,7 @@ class DenseForward:
         return sizes
 
     def _make_twin(self, module: nn.Module) -> nn.Module:
-        """Return a module of the dense class with fake parameters and buffers, twins for children, and no hooks."""
+        """Return a module of the dense class with fake parameters and buffers, twins as children, and no hooks."""
         cls = type(module)
         while issubclass(cls, Converted):
             cls = dense_class(cls)
@@ -117,9 +117,9 @@ class DenseForward:
         own["_modules"] = {name: child and self._make_twin(child) for name, child in module._modules.items()}
         own["_parameters"] = {name: self._fake_parameter(value) for name, value in module._parameters.items()}
         own["_buffers"] = tree_map_only(Tensor, self._fake, dict(module._buffers))
-        # Such as the parts of a flat parameter, which FSDP puts there while a module runs, or a weight with a norm.
+        # For example parts of a flat parameter, which FSDP sets while a module runs, or a weight with a norm.
         own |= {name: self._fake(value) for name, value in vars(module).items() if isinstance(value, Tensor)}
-        # The twin fills lists and mappings of its own.
+        # The twin fills its own lists and mappings.
         held = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
         own |= {name: map_tensors(self._fake, value) for name, value in held.items() if isinstance(value, _CONTAINERS)}
         vars(twin).update(own)
@@ -149,13 +149,13 @@ class DenseForward:
         self._match_storages(fake, real)
 
     def _match_storages(self, fake: Tensor, real: Tensor) -> None:
-        """Let the storage of ``fake`` stand for that of ``real``, unless it stands for one already."""
+        """Match the storage of ``fake`` with that of ``real``, unless it has a match."""
         for (key, _), real_storage in zip(find_storages(fake), find_storages(real), strict=False):
             self._keys.setdefault(key, real_storage)
 
 
 def _make_pack_hook(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a pack hook that notes what is saved; the list keeps no memory, since fake tensors have none."""
+    """Return a pack hook that lists saved tensors; fake tensors have no memory that the list could keep."""
 
     def note(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -165,7 +165,7 @@ def _make_pack_hook(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _empty_like(real: Tensor) -> Tensor:
-    """Return a tensor of the same type and layout on the same device; inside a fake mode it has no memory."""
+    """Return a tensor of the same type and layout on the same device; it has no memory inside a fake mode."""
     if type(real) not in (Tensor, nn.Parameter):
         raise TypeError(f"A {type(real).__name__} is more than memory with strides.")
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)

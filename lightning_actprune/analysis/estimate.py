@@ -1,13 +1,13 @@
-"""What each preset would save of a model, and what peak is left, before anything is trained, and without a GPU.
+"""Estimate what each preset would save of a model, and which peak is left, before any training and without a GPU.
 
-For each setting one training step is played through without values (``analysis.simulate_step``). A row of it says ::
+One training step per setting is simulated without values (``analysis.simulate_step``). Its row says ::
 
     activations    bytes of the distinct storages that autograd keeps at the end of forward
-    peak           most bytes in use during the step, cuBLAS's workspaces included
+    peak           most bytes in use during the step, including cuBLAS's workspaces
 
-and what of the peak are parameters, gradients and optimizer state, which no preset lowers. Where more than a third of a
-peak is something that a preset leaves as it is, the row names it: where that is what is left, another preset will not
-help, but fewer bytes of *that* will.
+and how much of the peak are parameters, gradients and optimizer state, which no preset lowers. If something that a
+preset leaves uncompressed exceeds a third of the peak, the row names it: then another preset will not help, but less of
+*that* will.
 
 The peaks of 13 models were compared with those of CUDA's caching allocator on an H200 (``docs/estimate.md``).
 """
@@ -29,15 +29,14 @@ from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import PresetName, listed
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.recompute import find_blocks
-from lightning_actprune.report import ConversionReport
+from lightning_actprune.report import MIB, ConversionReport
 
 DENSE, CHECKPOINT = "dense", "checkpoint"
 METHODS = DENSE, CHECKPOINT, *get_args(PresetName)
-"""What an estimate has a row for: the dense model, every repeated block checkpointed, and each preset."""
+"""Rows of an estimate: the dense model, every repeated block checkpointed, and each preset."""
 LARGE = 1 / 3
-"""Share of a peak from which on something is named that is left as it is."""
-_MIB = 2**20
-_HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Left as it is"
+"""Share of a peak from which on something uncompressed is named."""
+_HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Uncompressed"
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class EstimateRow:
 
     Args:
         method: ``"dense"``, ``"checkpoint"`` or a preset.
-        step: The step, ``None`` if the setting is not one for this model.
-        reason: Why it is not.
+        step: The step, ``None`` if the setting does not apply to this model.
+        reason: Why it does not apply.
     """
 
     method: str
@@ -66,13 +65,13 @@ class EstimateRow:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is in use at the peak, in bytes by kind; they add up to it."""
+        """Bytes in use at the peak by kind; they add up to it."""
         at = None if self.step is None else self.step.peak_in()
         return {} if self.step is None or at is None else self.step.parts(at)
 
     @property
     def large(self) -> tuple[str, int] | None:
-        """The largest of what is left as it is, with its bytes, if that is more than a third of the peak."""
+        """The largest uncompressed part with its bytes, if it exceeds a third of the peak."""
         at = None if self.step is None else self.step.peak_in()
         if self.step is None or at is None:
             return None
@@ -86,7 +85,7 @@ class EstimateRow:
         return (name, nbytes) if nbytes > LARGE * self.step.peak_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the single moments, fit for JSON."""
+        """Return everything except single moments, ready for JSON."""
         sizes = {"activation_bytes": self.activation_bytes, "peak_bytes": self.peak_bytes}
         large = None if self.large is None else {"name": self.large[0], "bytes": self.large[1]}
         return {"method": self.method, **sizes, "parts": self.parts, "large": large, "reason": self.reason}
@@ -97,7 +96,7 @@ class Estimate:
     """The memory of a training step under several settings.
 
     Args:
-        rows: One for each of them.
+        rows: One per setting.
     """
 
     rows: list[EstimateRow] = field(default_factory=list)
@@ -107,11 +106,11 @@ class Estimate:
         return next(row for row in self.rows if row.method == method)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the rows, fit for JSON."""
+        """Return the rows, ready for JSON."""
         return [row.to_dict() for row in self.rows]
 
     def rich(self) -> Table:
-        """Return a table for ``rich``, in MiB, with what is saved of the dense model's."""
+        """Return a table for ``rich`` in MiB, with changes against the dense model."""
         table = Table(title="Estimated memory of a training step in MiB", title_justify="left")
         for number, header in enumerate(_HEADERS):
             table.add_column(header, justify="right" if 0 < number < len(_HEADERS) - 1 else "left", overflow="fold")
@@ -130,38 +129,38 @@ def estimate(
     loss: Loss | None = None,
     presets: Sequence[str] = METHODS,
 ) -> Estimate:
-    """Return what a training step of a model would take on a GPU, dense, checkpointed and under each preset.
+    """Estimate what a training step would take on a GPU: dense, checkpointed and under each preset.
 
-    Nothing is computed, and nothing of the model changes: any device will do for it and for its batch, also ``meta``.
+    Nothing is computed and the model does not change. Model and batch may be on any device, also ``meta``.
 
     Args:
         model: The dense model.
-        batch: What a step gets. Of its tensors shapes, strides and types count.
+        batch: Batch of a step; only shapes, strides and types of its tensors matter.
         precision: One of Lightning's names, such as ``"bf16-mixed"`` or ``"32-true"``.
-        optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
+        optimizer: Creates the optimizer of the trained parameters; by default fused AdamW.
         loss: Returns the loss, given a copy of the model and the batch. By default that of ``training_step``, the
-            model's own for a mapping, or of ``(inputs, targets)`` the cross entropy or the squared error.
-        presets: Which rows to make, of ``"dense"``, ``"checkpoint"`` and the presets.
+            model's own loss for a mapping, or for ``(inputs, targets)`` the cross entropy or the squared error.
+        presets: Rows to make: ``"dense"``, ``"checkpoint"`` and presets.
 
     Returns:
-        A row for each of ``presets``.
+        One row per entry of ``presets``.
 
     Raises:
         TypeError: If an argument has the wrong type, or the model cannot be copied.
-        ValueError: If an argument is out of range, or a module needs values that are not there.
+        ValueError: If an argument is out of range, or a module reads values that do not exist.
 
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
         >>> batch = torch.empty(4096, 64), torch.empty(4096, dtype=torch.int64)
-        >>> made = estimate(model, batch, presets=["dense", "max"])
-        >>> [round(row.activation_bytes / 2**20, 1) for row in made.rows]
+        >>> result = estimate(model, batch, presets=["dense", "max"])
+        >>> [round(row.activation_bytes / 2**20, 1) for row in result.rows]
         [4.7, 0.9]
     """
     for name in presets:
         if name not in METHODS:
             raise ValueError(
-                f"`presets` must be some of {listed(METHODS)}, got {name!r}. HINT: 'dense' is the model as it is, "
+                f"`presets` must be some of {listed(METHODS)}, got {name!r}. HINT: 'dense' is the unchanged model, "
                 "'checkpoint' runs every repeated block again."
             )
     rows = []
@@ -178,7 +177,7 @@ def estimate(
 
 
 class _NotForThisModelError(Exception):
-    """A setting changes nothing of a model."""
+    """A setting changes nothing in a model."""
 
 
 def _convert(preset: PresetName, model: nn.Module) -> ConversionReport:
@@ -200,14 +199,11 @@ def _checkpoint_blocks(model: nn.Module) -> None:
 def _make_cells(row: EstimateRow, dense: EstimateRow | None) -> list[str]:
     if row.step is None:
         return [row.method, *[""] * (len(_HEADERS) - 2), row.reason or ""]
-    names = "activation_bytes", "peak_bytes"
-    sizes = [_compare(getattr(row, name), None if dense is None else getattr(dense, name)) for name in names]
-    parts = [f"{row.parts[name] / _MIB:,.0f}" for name in ("parameters", "gradients", "optimizer state")]
-    large = "" if row.large is None else f"{row.large[0]}: {row.large[1] / _MIB:,.0f}"
+    sizes = []
+    for name in ("activation_bytes", "peak_bytes"):
+        nbytes, whole = getattr(row, name), getattr(dense, name, None)
+        change = f" ({100 * nbytes / whole - 100:+.0f} %)" if whole and nbytes != whole else ""
+        sizes.append(f"{nbytes / MIB:,.0f}{change}")
+    parts = [f"{row.parts[name] / MIB:,.0f}" for name in ("parameters", "gradients", "optimizer state")]
+    large = "" if row.large is None else f"{row.large[0]}: {row.large[1] / MIB:,.0f}"
     return [row.method, *sizes, *parts, large]
-
-
-def _compare(nbytes: int, dense: int | None) -> str:
-    """Return bytes in MiB, and by how many percent they are less or more than those of the dense model."""
-    text = f"{nbytes / _MIB:,.0f}"
-    return f"{text} ({100 * nbytes / dense - 100:+.0f} %)" if dense and nbytes != dense else text

@@ -1,7 +1,7 @@
-r"""What the first batch of a fit tells of each compressed layer: retained input, dropped energy, recomputation.
+r"""What the first batch of a fit shows about each compressed layer: retained input, dropped energy, recomputation.
 
-**Retained input.** A dense layer keeps the storage of its input. Compressing frees that storage only if nothing else
-retains it until backward, and stores the packed input in its place. With the calls ``c`` of one layer in one step, a
+**Retained input.** A dense layer keeps the storage of its input. Compression stores the packed input in its place, and
+frees that storage only if nothing else retains it until backward. Let ``c`` be the calls of one layer in one step. The
 layer is worth compressing if ::
 
     sum_c freed(c) - packed(c) > 0
@@ -11,39 +11,38 @@ layer is worth compressing if ::
     packed(c)   bytes of the packed input, divided by the number of calls that keep the same pack;
                 0 if a norm keeps it anyway, quantized for itself
 
-All layers for which it is not become dense at once. Each of them then retains its inputs itself, so the sums are taken
-again until no layer is left to turn: the result does not depend on the order of the layers, and as every sum left is
-positive, so is their total, the bytes that the compressed model keeps less than the dense one.
+All layers for which this fails become dense at once. Each of them then retains its own inputs, so the sums are taken
+again until no layer fails: the result does not depend on the order of layers. As every remaining sum is positive, the
+compressed model keeps less than the dense one.
 
-**Dropped energy.** Where dropped blocks hold much of a layer's input, quantize the input, but do not drop blocks. With
-``q_n`` the sum of squares of block ``n`` of an input, the share of its energy that a sparsity drops is ::
+**Dropped energy.** Where dropped blocks hold much of a layer's input, the input is quantized, but no block is dropped.
+With ``q_n`` the sum of squares of block ``n`` of an input, the share of its energy that a sparsity drops is ::
 
     e = sum_{n dropped} q_n / sum_n q_n
 
-A dropped block is lost for the weight gradient, again and again where the same features have the smallest norms, while
-the error of quantization has mean zero and cancels over rows and steps. So dropping belongs where energy is
-concentrated: behind an activation function, say. Behind a LayerNorm all blocks look alike, and half of them hold nearly
-half of the energy: for independent normal values and blocks of 32 values ``e`` is .41 at a sparsity of .5.
+A dropped block is lost for the weight gradient, again and again where the same features have the smallest norms. The
+error of quantization has mean zero instead, and cancels over rows and steps. So dropping suits inputs whose energy is
+concentrated, for example behind an activation function. Behind a LayerNorm all blocks look alike, and half of them hold
+nearly half of the energy: for independent normal values and blocks of 32 values ``e`` is .41 at a sparsity of .5.
 
 Shares at a sparsity of .5 at the start of training (b = 32): ResMLP-S12 .16 (token mixing), .21 (fc1), .17 (fc2); ViT
-.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34. The cosine between pruned and exact weight
-gradient in the middle of training is .99, .86, .94 (ResMLP), .77, .84, .90 (ViT), .90, .88, .86 (GPT); with two
-bits for every value instead it is .97 to .99, .92 to .98, .98 to .99 (``benchmarks/trainings.py --gradients``).
+.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34. The cosine between pruned and exact weight gradient in the middle of
+training is .99, .86, .94 (ResMLP), .77, .84, .90 (ViT), .90, .88, .86 (GPT); with two bits for every value instead it
+is .97 to .99, .92 to .98, .98 to .99 (``benchmarks/trainings.py --gradients``).
 
-**Recomputation.** In layers that run only inside an activation checkpoint, compressing saves next to nothing. Of a
-checkpointed region only the input is kept. The region runs again when backward gets to it, and what its layers save
-then lives until its own backward, which follows at once: compressing lowers that moment's memory, if anything, and
-costs gradient quality. Two ways to record a graph are told apart:
+**Recomputation.** Compression saves next to nothing in layers that run only inside an activation checkpoint. Such a
+region keeps only its input. It runs again when backward reaches it, and what its layers save then lives until its own
+backward, which follows at once. Compression can only lower that short moment's memory, and it costs gradient quality.
+There are two ways to record a graph:
 
-- *again*: while backward runs. That is how every recomputation shows, whatever makes it: either form of
-  ``torch.utils.checkpoint``, the wrappers of FSDP and Hugging Face, the own implementations of other libraries, or a
-  reversible block.
-- *kept*: before backward, unless the innermost saved-tensor hooks are those with which torch's non-reentrant checkpoint
-  drops what is saved. (Reentrant checkpoints record no graph before backward.)
+- *in backward*: every recomputation shows this way, whatever causes it: both forms of ``torch.utils.checkpoint``, the
+  wrappers of FSDP and Hugging Face, implementations of other libraries, or a reversible block.
+- *in forward*: before backward, unless the innermost saved-tensor hooks are those with which torch's non-reentrant
+  checkpoint drops what is saved. (Reentrant checkpoints record no graph before backward.)
 
-A layer with calls of the first sort alone is reported; one that runs outside of checkpoints too saves memory there. A
-forward that the user runs in backward for other ends, such as in a tensor's hook, looks like a recomputation, but is as
-a rule not the layer's only call.
+A layer is reported if all its calls are in backward; one that also runs outside of checkpoints saves memory there. A
+forward that the user runs in backward for another reason, such as in a tensor's hook, looks like a recomputation, but
+is rarely the layer's only call.
 """
 
 from __future__ import annotations
@@ -88,35 +87,36 @@ from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import check_sparsity
 
 _dense_for_now: dict[object, LayerState] = {}
-"""Compressed layers that a probe lets run dense in their current call, with the state that they have otherwise."""
+"""Compressed layers that a probe lets run dense in their current call, with their usual state."""
 
 _DENSE_LAYER = "is kept for backward by {!r} (a layer that is dense)"
 
 
+# === Retained input ===================================================================================================
 class RetentionProbe(SavedTensorRecorder):
     """Find, in one real training forward, the compressed layers whose input something else retains anyway.
 
-    It is retained by operations and modules that save the same storage for backward (views and aliases included), such
-    as ``scaled_dot_product_attention``, a ReLU, a norm or a dense linear layer; by the batch, parameters and buffers;
-    and by references in Python, such as a list of features, which show in that a storage is still alive though autograd
+    These may retain it: operations and modules that save the same storage for backward (views and aliases included),
+    such as ``scaled_dot_product_attention``, a ReLU, a norm or a dense linear layer; the batch, parameters and buffers;
+    and references in Python, such as a list of features, which show because a storage is still alive though autograd
     saved it nowhere. Compressed layers do not count against each other.
 
     Bytes decide (see the module): a layer with several calls stays compressed if that saves memory over all of them.
-    Not judged is a layer that was not called, got only empty inputs, or ran inside an activation checkpoint or where
-    other saved-tensor hooks, such as those of ``save_on_cpu``, say what is kept (inside this context or around it). The
-    step is not disturbed: no forward is added and nothing is kept alive. A layer whose input is known to be retained
-    when it is called (saved before, or part of the batch) runs dense in that call, so that the step does not pack in
-    vain.
+    The probe does not judge a layer that was not called, got only empty inputs, or ran inside an activation checkpoint
+    or other saved-tensor hooks that decide what is kept, such as those of ``save_on_cpu`` (inside this context or
+    around it). The step is not disturbed: the probe adds no forward and keeps nothing alive. A layer whose input is
+    known to be retained when it is called (saved before, or part of the batch) runs dense in that call, which avoids
+    a useless pack.
 
-    Compiled modules run eagerly in this context, since nothing in a compiled region can be seen; compilation then
-    starts, or goes on, with the next step. ``torch.func`` transforms and ``disable_saved_tensors_hooks`` inside it
-    fail: they forbid the hooks that see what is saved.
+    Compiled modules run eagerly in this context, since nothing inside a compiled region can be seen; compilation
+    starts, or goes on, with the next step. ``torch.func`` transforms and ``disable_saved_tensors_hooks`` fail inside
+    it: they forbid the hooks that see what is saved.
 
     Args:
         model: The module that ``convert`` was called on.
-        batch: Whatever holds the step's input tensors.
-        sparsity: Least sparsity to count with, where you will raise it; layers at 0 are judged only then. Those with a
-            schedule in ``ActivationPruning`` are counted at its highest sparsity in any case.
+        batch: Holds the step's input tensors.
+        sparsity: Least sparsity to assume, if you will raise it; layers at 0 are judged only then. Layers with a
+            schedule in ``ActivationPruning`` always count at its highest sparsity.
 
     Example:
         >>> from lightning_actprune import convert
@@ -156,7 +156,7 @@ class RetentionProbe(SavedTensorRecorder):
 
     @property
     def retained(self) -> list[LayerReport]:
-        """The layers that are better left dense, with the reason, in the order of the model."""
+        """The layers that are better left dense, with reasons, in the order of the model."""
         pairs = [(fqns[0], layer) for fqns, layer in input_layers(self._model)]
         reasons = _Ledger(self._calls, self._packs).reasons(self._retainers, {layer: name for name, layer in pairs})
         return [
@@ -168,8 +168,8 @@ class RetentionProbe(SavedTensorRecorder):
     def check_alive(self) -> None:
         """Look for references in Python; leaving the context does it too.
 
-        It works whenever the calls so far have let go of their inputs: from the end of a forward on. A layer that ran
-        dense keeps its input itself until backward, so it is only found out by a check after that.
+        It works as soon as calls have let go of their inputs, that is from the end of a forward on. A layer that ran
+        dense keeps its input until backward, so only a check after that can judge it.
         """
         unchecked, self._unchecked = self._unchecked, []
         for call in unchecked:
@@ -193,10 +193,10 @@ class RetentionProbe(SavedTensorRecorder):
             _watching.leave()
 
     def apply(self, report: ConversionReport) -> list[LayerReport]:
-        """Turn these layers back to dense if ``report`` says that they were converted; call it after the context.
+        """Make these layers dense if ``report`` lists them as converted; call it after the context.
 
         Returns:
-            These layers as they are now in ``report``, with the reason.
+            These layers as they are now in ``report``, with reasons.
         """
         return leave_dense(self._model, report, {layer.fqn: layer.reason or "" for layer in self.retained})
 
@@ -205,7 +205,7 @@ class RetentionProbe(SavedTensorRecorder):
 
     def _on_call(self, call: LayerCall) -> None:
         layer, key = call.layer, call.dense_key
-        # One that was built compressed stays as it is.
+        # A layer that was built compressed stays compressed.
         if not isinstance(layer, CompressedLayer) or layer.owner is None or call.shape.numel() == 0 or self.hands_on:
             return
         state = _dense_for_now.get(layer, layer._state)
@@ -221,7 +221,7 @@ class RetentionProbe(SavedTensorRecorder):
             return
         if self._find_fixed_owner(key) is not None:
             self._retain(key, "")
-        # What runs dense inside a checkpoint would have to run dense again in its backward.
+        # A layer that runs dense inside a checkpoint would have to run dense again in its backward.
         if key.cdata in self._retainers and layer.packs and hooks_are_innermost():
             _dense_for_now[layer] = state
             layer._state = replace(state, keep=replace(state.keep, bits=None), sparsity=0.0)
@@ -240,7 +240,7 @@ class RetentionProbe(SavedTensorRecorder):
             self._packs.setdefault(saved.key, set()).add(call)
 
     def _retain(self, key: StorageWeakRef, reason: str) -> None:
-        """Note who retains a storage; the first one is named, but for what is there anyway."""
+        """Record who retains a storage: the batch or a parameter if it is one, or else the first one."""
         if key.cdata not in self._retainers:
             self._retainers.add(key, self._find_fixed_owner(key) or reason)
 
@@ -260,7 +260,7 @@ class RetentionProbe(SavedTensorRecorder):
 
 
 def leave_dense(model: nn.Module, report: ConversionReport, retained: Mapping[str, str]) -> list[LayerReport]:
-    """Turn the converted layers that ``retained`` names, with reasons, back to dense; see ``RetentionProbe.apply``."""
+    """Make the converted layers dense that ``retained`` names, with reasons; see ``RetentionProbe.apply``."""
     reasons = {layer.fqn: retained[layer.fqn] for layer in report.converted if layer.fqn in retained}
     revert_layers(model, {layer for fqns, layer in input_layers(model) if fqns[0] in reasons}.__contains__)
     for fqn, reason in reasons.items():
@@ -275,10 +275,10 @@ def _compress_again(layer: object) -> None:
 
 
 class _Ledger:
-    """The bytes that compressing frees and those that it adds, layer by layer.
+    """The bytes that compression frees and adds, layer by layer.
 
     Args:
-        calls: Calls of compressed layers, each with the sparsity to count with.
+        calls: Calls of compressed layers, each with the sparsity to assume.
         packs: The packed storages, each with the calls that keep it.
     """
 
@@ -291,7 +291,7 @@ class _Ledger:
             self._layers.pop(layer, None)
         all_calls = [call for own in self._layers.values() for call in own]
         self._users = Counter(call.dense_key for call in all_calls)
-        # Of layers that ran dense none has packed anything yet: those that would share are told by what they read.
+        # Layers that ran dense have packed nothing yet: those that would share one pack read the same input.
         readers = Counter((call.reads, calls[call]) for call in all_calls)
         unpacked = [call for call in all_calls if not call.packs and call.dense_key is not None]
         self._sharers = {call: readers[call.reads, calls[call]] for call in unpacked}
@@ -337,12 +337,12 @@ class _Ledger:
 
 
 def _is_retained(call: LayerCall, retainers: Retainers) -> bool:
-    """Return whether anything but compressed layers retains the storage of the call's input."""
+    """Return True if anything but compressed layers retains the storage of the call's input."""
     return call.dense_key is not None and call.dense_key.cdata in retainers
 
 
 class _OperatorNames(TorchFunctionMode):
-    """Know the name of the running operator: the outermost function of torch, such as ``layer_norm``."""
+    """Track the name of the running operator: the outermost function of torch, such as ``layer_norm``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,8 +367,9 @@ def _watch_operators() -> Iterator[_OperatorNames]:
 _watching = ThreadContext(_watch_operators)
 
 
+# === Dropped energy ===================================================================================================
 def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
-    """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, ``[2]`` in fp32 or fp64.
+    """Return the energy of the blocks that ``sparsity`` drops and of all blocks of ``x``, ``[2]`` in fp32 or fp64.
 
     Args:
         x: Input of a layer, ``[..., features]``.
@@ -378,7 +379,7 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
     with torch.no_grad():
         stored, _ = stored_view(x, blocks.block_size, blocks.scope)
         block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), 0)
-        # Sums in fp32 without a copy in fp32, which would be what is largest in a step.
+        # Sum in fp32 without an fp32 copy, which would be the largest tensor of a step.
         wide = torch.promote_types(stored.dtype, torch.float32)
         norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=wide)
         energies = norms.square().flatten(1)
@@ -387,22 +388,22 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
 
 
 class EnergyProbe(CallWatcher):
-    """Find, in one real training forward, the compressed layers whose dropped blocks hold much of their input's energy.
+    """Find, in one real training forward, the layers whose dropped blocks hold much of their input's energy.
 
-    Not judged is a layer that keeps nothing (a frozen one), was not called, or got only zeros or values that are not
-    finite. The step is not disturbed.
+    It does not judge a layer that keeps nothing (a frozen one), was not called, or got only zeros or non-finite values.
+    The step is not disturbed.
 
     Args:
         model: The module that ``convert`` was called on.
-        limit: Largest share of the energy that dropped blocks may hold, in [0, 1]; by default each layer's own, its
+        limit: Largest share of the energy that dropped blocks may hold, in [0, 1]; by default each layer's own
             ``keep.max_dropped_energy``.
-        sparsity: Least sparsity to judge layers at, where you will raise it; layers at 0 are judged only then. Those
-            with a schedule in ``ActivationPruning`` are judged at its highest sparsity in any case.
-        eagerly: Whether compiled modules run eagerly in this context, as they do inside ``RetentionProbe``. Otherwise
-            nothing inside them is seen.
+        sparsity: Least sparsity to judge layers at, if you will raise it; layers at 0 are judged only then. Layers with
+            a schedule in ``ActivationPruning`` are always judged at its highest sparsity.
+        eagerly: Whether compiled modules run eagerly in this context, as inside ``RetentionProbe``. Otherwise nothing
+            inside them is seen.
 
     Raises:
-        TypeError: If ``limit`` or ``sparsity`` is no number.
+        TypeError: If ``limit`` or ``sparsity`` is not a number.
         ValueError: If ``limit`` or ``sparsity`` is out of range.
 
     Example:
@@ -429,7 +430,7 @@ class EnergyProbe(CallWatcher):
         """Let all ranks of a distributed training judge by the same shares.
 
         Args:
-            over_ranks: Returns the sum of a tensor over the ranks; called once, on each of them with as many values.
+            over_ranks: Returns the sum of a tensor over the ranks; called once on each rank, with equally many values.
         """
         layers = [layer for _, layer in input_layers(self._model) if layer in self._layers]
         if not layers:
@@ -440,7 +441,7 @@ class EnergyProbe(CallWatcher):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the energy that would be dropped, by the name of the layer, over all its calls."""
+        """Share of the energy that would be dropped, by name of the layer, over all its calls."""
         pairs = [(fqns[0], layer) for fqns, layer in input_layers(self._model) if layer in self._sums]
         sums = [(name, *self._sums[layer].tolist()) for name, layer in pairs]
         return {name: dropped / total for name, dropped, total in sums if total > 0}
@@ -454,15 +455,15 @@ class EnergyProbe(CallWatcher):
     def _find_limit(self, layer: nn.Module) -> float:
         if self._limit is not None:
             return self._limit
-        # Attention that is routed for its output projection alone has no state of its own.
+        # Attention that is routed for its output projection alone has no state.
         has_limit = isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
         return layer.keep.max_dropped_energy if has_limit else 1.0  # type: ignore[union-attr, return-value]
 
     def apply(self, report: ConversionReport) -> list[str]:
-        """Drop no block of the layers above the limit; call it when the context was left.
+        """Let the layers above the limit drop no block; call it after the context.
 
-        Those that are quantized keep all their blocks so, at sparsity 0; the others are dense again, and are then in
-        ``report.skipped`` with the reason.
+        Quantized layers keep all their blocks, at sparsity 0. Other layers become dense and are in ``report.skipped``,
+        with the reason.
 
         Returns:
             The names of these layers.
@@ -481,7 +482,7 @@ class EnergyProbe(CallWatcher):
 
 
 def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str, float]) -> list[str]:
-    """Drop no block of the converted layers that ``shares`` names; see ``EnergyProbe.apply``."""
+    """Let the converted layers that ``shares`` names drop no block; see ``EnergyProbe.apply``."""
     layers = {fqns[0]: layer for fqns, layer in input_layers(model)}
     names = [layer.fqn for layer in report.converted if layer.fqn in shares]
     for fqn in names:
@@ -496,17 +497,18 @@ def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str,
     return names
 
 
+# === Recomputation ====================================================================================================
 class RecomputationProbe(CallWatcher):
     """Find, in one real training step, the compressed layers that run only inside an activation checkpoint.
 
-    Open it around forward and backward: a checkpoint shows in that a layer runs again while backward runs (see the
-    module). It uses plain forward hooks, which are gone when the context is left, and does not look at tensors. Layers
-    that keep nothing, such as frozen ones, are not reported.
+    Open it around forward and backward: a checkpoint shows because a layer runs again while backward runs (see the
+    module). It uses plain forward hooks, removes them at the end, and reads no tensors. It does not report layers that
+    keep nothing, such as frozen ones.
 
     Args:
         model: The module that ``convert`` was called on.
-        eagerly: Whether compiled modules run eagerly in this context, as they do inside ``RetentionProbe``. Otherwise
-            nothing inside them is seen.
+        eagerly: Whether compiled modules run eagerly in this context, as inside ``RetentionProbe``. Otherwise nothing
+            inside them is seen.
 
     Example:
         >>> from lightning_actprune import convert
@@ -527,22 +529,22 @@ class RecomputationProbe(CallWatcher):
 
     @property
     def recomputed(self) -> list[str]:
-        """Names of the layers found so far, in the order of the model; none in modules that this package runs again."""
+        """Names of these layers so far, in the order of the model; without modules that this package runs again."""
         own = [module for module in self._model.modules() if isinstance(module, RecomputedModule)]
         recomputed = self._in_backward - self._in_forward - {layer for module in own for layer in module.modules()}
         return [fqns[0] for fqns, layer in input_layers(self._model) if layer in recomputed]
 
     @property
     def idle(self) -> list[str]:
-        """Names of the layers that no call has let keep anything so far.
+        """Names of the layers that have kept nothing in any call so far.
 
-        They are frozen, were not called, or got nothing, as an expert without tokens.
+        They are frozen, were not called, or got nothing, like an expert without tokens.
         """
         called, eager = self._in_backward | self._in_forward, eager_modules(self._model)
         return [
             fqns[0]
             for fqns, layer in input_layers(self._model)
-            # Nobody would see a trained layer in a compiled module being called.
+            # Calls of a trained layer in a compiled module cannot be seen.
             if layer in self._layers and layer not in called and (layer in eager or not is_trained(layer))
         ]
 
@@ -555,11 +557,11 @@ class RecomputationProbe(CallWatcher):
             self._in_forward.add(layer)
 
 
+# === Layers that begin to keep something later ========================================================================
 class IdleLayers:
     """Find out when dense layers that kept nothing so far begin to keep their inputs.
 
-    A frozen layer does when its weight is trained, a trained one when it is called. It uses plain forward hooks on the
-    trained ones.
+    A frozen layer begins when its weight is trained, a trained one when it is called, which plain forward hooks see.
 
     Args:
         model: The module that holds the layers.
@@ -573,26 +575,25 @@ class IdleLayers:
         trained = [layer for layer in idle if is_trained(layer)]
         self._handles = [layer.register_forward_pre_hook(ForwardHook(self._see)) for layer in trained]
         self.watches = bool(trained)
-        """Whether a call of a layer counts, which need not happen on each rank."""
+        """Whether calls are watched; a call need not happen on every rank."""
 
     def is_awake(self) -> bool:
-        """Return whether one of them keeps its input from now on."""
+        """Return True if one of them keeps its input from now on."""
         return self._called or any(map(is_trained, self._frozen))
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _see(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         self._called |= torch.is_grad_enabled() and not is_recomputation() and not _is_empty(next(iter(args), None))
 
 
 class AddedLayers:
-    """Find out when a model gets layers that it did not have, as adapters in the middle of a training.
+    """Find out when a model gets new layers, such as adapters in the middle of a training.
 
-    A hook of torch's notes when any module gets a child; only then the model is walked through.
+    A global hook of torch sees when any module gets a child; only then the model is searched.
 
     Args:
         model: The model.
@@ -604,7 +605,7 @@ class AddedLayers:
         self._handle = register_module_module_registration_hook(self._see)
 
     def has_grown(self, model: nn.Module) -> bool:
-        """Return whether the model has got layers since it was last looked at."""
+        """Return True if the model has new layers since the last call."""
         if not self._changed:
             return False
         self._changed, before = False, self._names
@@ -628,5 +629,5 @@ def _is_empty(x: Any) -> bool:
 
 
 def is_trained(layer: nn.Module) -> bool:
-    """Return whether a weight of ``layer`` needs a gradient."""
+    """Return True if a weight of ``layer`` needs a gradient."""
     return any(parameter.requires_grad and parameter.dim() > 1 for parameter in layer.parameters())

@@ -1,14 +1,14 @@
 """What one training forward keeps for backward, layer by layer: counted on any device, also measured on CUDA.
 
-Autograd hands every tensor that it saves to a hook (``analysis.recorder``); ``SavedTensorMeter`` counts the distinct
-storages behind them and credits each to the module that was running. That is exact, costs no memory and needs no GPU. A
-row's ``dense_bytes`` is what the layer would keep *alone* if it were dense. A layer whose input something else retains
-too (the activation before it, a sister layer, the batch) frees nothing by letting go of it, so such bytes are counted
-once, where they stay.
+Autograd passes every tensor that it saves to a hook (``analysis.recorder``). ``SavedTensorMeter`` counts the distinct
+storages behind them and credits each to the running module. That is exact, costs no memory and needs no GPU. A row's
+``dense_bytes`` is what the layer *alone* would keep if it were dense. If something else retains its input too (the
+activation before it, a sister layer, the batch), the layer frees nothing by dropping it, so such bytes count once,
+where they stay.
 
-What the whole model would keep if nothing were converted is the union of two sets of storages: those that converted
-modules would keep (``analysis.dense_footprint``), and those that everything else does keep, or would but for being
-packed. Under autocast dense layers keep copies of their weights too; they are among them.
+What the whole model would keep without conversion is the union of two sets of storages: those that converted modules
+would keep (``analysis.dense_footprint``), and those that everything else keeps, or would keep if they were not packed.
+Under autocast these include the copies of weights that dense layers keep.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class LayerFootprint:
         sparsity: Fraction of blocks dropped, the largest of its calls; 0 for a dense layer.
         calls: How often the layer kept something.
         dense_bytes: Bytes of the inputs that the layer alone would keep if it were dense.
-        stored_bytes: Bytes of the distinct storages it did keep, its parameters aside; none behind a norm that keeps
-            its output quantized, which does for both.
+        stored_bytes: Bytes of the distinct storages it did keep, without its parameters; 0 behind a norm that keeps its
+            output quantized for both.
         accounted_bytes: The same by formula, from shapes and settings alone.
-        bits: Bits of a value that is kept, ``None`` if values are kept as they are.
+        bits: Bits per kept value, ``None`` if values are not quantized.
     """
 
     fqn: str
@@ -75,11 +75,11 @@ class LayerFootprint:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes saved; negative if the input is kept elsewhere anyway."""
+        """Bytes saved; negative if something else keeps the input anyway."""
         return self.dense_bytes - self.stored_bytes
 
     def to_dict(self) -> dict[str, str | float | None]:
-        """Return everything as numbers and strings."""
+        """Return all fields as numbers and strings."""
         return asdict(self) | {"saved_bytes": self.saved_bytes}
 
 
@@ -89,12 +89,12 @@ class MemoryReport:
 
     Args:
         rows: The layers that kept their input, whole or packed, in the order of the model.
-        other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
-        dense_bytes: Distinct bytes that the whole model would keep if nothing were converted, ``None`` if compiled code
-            hides what is converted.
+        other_bytes: All other distinct storages that autograd saved, without parameters, buffers and the batch.
+        dense_bytes: Distinct bytes that the whole model would keep without conversion, ``None`` if compiled code hides
+            converted layers.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
-        compiled_bytes: What compiled code keeps, of ``other_bytes``.
+        compiled_bytes: Part of ``other_bytes`` that compiled code keeps.
         step: Memory over the whole step, if it was recorded.
     """
 
@@ -113,7 +113,7 @@ class MemoryReport:
 
     @property
     def saved_bytes(self) -> int | None:
-        """Bytes that the whole model keeps less than the dense one."""
+        """Bytes by which the whole model keeps less than the dense one."""
         return None if self.dense_bytes is None else self.dense_bytes - self.stored_bytes
 
     @property
@@ -124,7 +124,7 @@ class MemoryReport:
 
     @property
     def other_dense_bytes(self) -> int | None:
-        """Bytes of ``dense_bytes`` that are not the inputs of the listed layers."""
+        """Part of ``dense_bytes`` that is not inputs of the listed layers."""
         return None if self.dense_bytes is None else self.dense_bytes - sum(row.dense_bytes for row in self.rows)
 
     @property
@@ -133,13 +133,13 @@ class MemoryReport:
         return max((row.sparsity for row in self.rows), default=0.0)
 
     def __str__(self) -> str:
-        """Return what the whole model keeps, and what each layer does as a table."""
+        """Return what the whole model keeps, and a table of the layers."""
         return f"{describe_memory(self)}\n{as_text(tabulate_memory(self))}"
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.
 
-        ``peak_bytes`` is that of the step, if it was recorded: measured on CUDA, elsewhere counted.
+        ``peak_bytes`` is the peak of the step, if it was recorded: measured on CUDA, counted elsewhere.
         """
         names = ["sparsity", "dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction"]
         names += ["other_bytes", "compiled_bytes", "measured_activation_bytes", "measured_peak_bytes"]
@@ -151,23 +151,23 @@ class MemoryReport:
         return [row.to_dict() for row in self.rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as numbers and strings, fit for JSON: the totals, the layers as ``rows``, and the step."""
+        """Return all fields as numbers and strings, ready for JSON: totals, layers as ``rows``, and the step."""
         return self.totals() | {"rows": self.to_rows(), "step": None if self.step is None else asdict(self.step)}
 
 
 class SavedTensorMeter(SavedTensorRecorder):
-    """Count what the forward passes run inside this context keep for backward.
+    """Count what the forward passes inside this context keep for backward.
 
-    Every distinct storage counts once, in full, for the first module that saved it. Nothing is kept alive.
+    Each distinct storage counts once, in full, for the first module that saved it. Nothing is kept alive.
 
-    Modules called inside a ``torch.compile``d one are not seen one by one; what the compiled graph saves is in
-    ``other_bytes`` and ``rows`` may be empty. What happens inside an activation checkpoint is not kept, so it is not
-    counted, nor is what goes to saved-tensor hooks opened inside this context. Hooks that are open around it, such as
-    those of ``save_on_cpu``, still get what was counted. Sparse tensors are not counted.
+    Modules inside a ``torch.compile``d one are not seen separately: what the compiled graph saves is in
+    ``other_bytes``, and ``rows`` may be empty. Tensors inside an activation checkpoint are not kept and not counted,
+    nor are those that go to saved-tensor hooks opened inside this context. Hooks open around it, such as those of
+    ``save_on_cpu``, still get what was counted. Sparse tensors are not counted.
 
     Args:
         model: The module whose layers are listed by name.
-        batch: Whatever holds the step's input tensors; they are alive anyway and do not count.
+        batch: Holds the step's input tensors, which are alive anyway and do not count.
 
     Example:
         >>> import torch
@@ -203,12 +203,12 @@ class SavedTensorMeter(SavedTensorRecorder):
         pairs = input_layers(self._model)
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in pairs}
         for call, packed in self._packed.items():
-            layer = call.layer  # no replica of DataParallel's has a name
+            layer = call.layer  # replicas of DataParallel have no name
             row = rows.setdefault(layer, LayerFootprint(type(layer).__name__, type(layer).__name__, 0.0))
             _add_call(row, call, sum(packed.values()), elsewhere, call in self._sharing)
         ignored = self._batch | self._parameters | self._kept_copies
         converted = {module for module in self._model.modules() if isinstance(module, Converted)}
-        # Compiled code that keeps something may hide converted modules whose calls nobody saw.
+        # Compiled code that keeps something may contain converted modules whose calls were not seen.
         hidden = self._compiled_bytes > 0 and not converted <= self._called
         return MemoryReport(
             [row for row in rows.values() if row.calls],
@@ -253,19 +253,19 @@ class SavedTensorMeter(SavedTensorRecorder):
 
 
 def _run_dense_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenseForward | None:
-    """Return the forward of the dense module, ``None`` if nothing is kept or it cannot run without values."""
+    """Run the forward of the dense module; ``None`` if it keeps nothing or cannot run without values."""
     if is_recomputation() or not (torch.is_grad_enabled() and hooks_are_innermost()):
         return None
     try:
         return DenseForward(module, args, kwargs)
-    except Exception:  # whatever a module of somebody else's raises: what it keeps now counts as dense then
+    except Exception:  # any error of a user's module: what it keeps now then counts as dense
         return None
 
 
 def _keeps_input(call: LayerCall, packed: dict[StorageWeakRef, int], saved: Saved) -> bool:
-    """Return whether a storage saved during ``call`` is kept for the input, not, say, autocast's copy of the weight.
+    """Return True if a storage saved during ``call`` is kept for the input, unlike autocast's copy of the weight.
 
-    Also what a compressed layer keeps in place of that copy: a weight that is no parameter (one with a mask, say).
+    A compressed layer may also save a weight that is not a parameter (one with a mask, say) in place of that copy.
     """
     if call.packs:
         return saved.key not in call.weight_keys
@@ -275,7 +275,7 @@ def _keeps_input(call: LayerCall, packed: dict[StorageWeakRef, int], saved: Save
 
 
 def _add_call(row: LayerFootprint, call: LayerCall, stored: int, elsewhere: set[Any], shares: bool) -> None:
-    """Add ``call`` to its layer's row; ``shares``: what it keeps was packed by another call.
+    """Add ``call`` to the row of its layer; ``shares``: another call has packed what it keeps.
 
     A dense input already in ``elsewhere`` would cost the dense layer nothing.
     """
@@ -301,11 +301,11 @@ _HOW = {"again": "computed again", "signs": "signs", "shape": "its shape alone"}
 
 
 def group_compiled(rows: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield name, how it is kept, dense and stored bytes of what is kept alike, the largest first."""
+    """Yield name, settings, dense and stored bytes of values with the same settings, the largest first."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         packed = f"{row.bits} bits" if row.bits else "fewer blocks"
-        how = _HOW.get(row.how) or (packed if row.how == "packed" else f"as it is: {row.reason}")
+        how = _HOW.get(row.how) or (packed if row.how == "packed" else f"uncompressed: {row.reason}")
         groups.setdefault((row.name, how), []).append(row)
     by_size = sorted(groups.items(), key=lambda group: -sum(row.stored_bytes for row in group[1]))
     largest, rest = cut_rows(by_size)
@@ -320,15 +320,15 @@ def describe_memory(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
     """Return what the whole model keeps, and what it would keep if it were dense.
 
     Args:
-        report: What was measured.
-        compiled: How what compiled code keeps of it is kept, if that is known.
+        report: The measurement.
+        compiled: How compiled code keeps its values, if known.
     """
     stored = f"{mib(report.stored_bytes)} MiB"
     if report.dense_bytes is None:
         read = f"backward reads {mib(sum(row.dense_bytes for row in compiled))} MiB"
         return (
             f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose "
-            f"{read if compiled else 'layers are not seen one by one'}; what the dense model would keep is not known."
+            f"{read if compiled else 'layers are not seen one by one'}; what the dense model would keep is unknown."
         )
     if report.dense_bytes == report.stored_bytes:
         return f"Activations: {stored}, as in the dense model."
@@ -337,12 +337,12 @@ def describe_memory(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
 
 
 def tabulate_memory(report: MemoryReport, epoch: int | None = None, compiled: Sequence[Row] = ()) -> Table:
-    """Return what each linear layer, each other pruned layer and compiled code keeps, and the totals.
+    """Return a table of what each linear layer, each other pruned layer and compiled code keeps, with totals.
 
     Args:
-        report: What was measured.
-        epoch: When.
-        compiled: How what compiled code keeps of it is kept, if that is known.
+        report: The measurement.
+        epoch: Epoch of the measurement.
+        compiled: How compiled code keeps its values, if known.
     """
     title = "Kept for backward" + ("" if epoch is None else f", epoch {epoch}")
     table = make_table(title, "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")

@@ -1,7 +1,7 @@
-"""Pictures of memory over a training step, by layer and over the epochs, and of numbers by layer and setting.
+"""Pictures of memory: over a training step, by layer, over epochs, and of numbers by layer and setting.
 
-They are made of plain data (``MemoryReport.to_rows()``, ``ActivationMemoryMonitor.history``, a ``StepMemory``) and need
-matplotlib, which is not a dependency of the package. None is registered with pyplot, so none has to be closed.
+They take plain data (``MemoryReport.to_rows()``, ``ActivationMemoryMonitor.history``, a ``StepMemory``). They need
+matplotlib, which is an optional dependency. No figure is registered with pyplot, so none has to be closed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_actprune.analysis.step_memory import PHASES, StepMemory
+from lightning_actprune.report import MIB
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Panel", "epochs_picture", "heatmap_picture", "layers_picture", "series_picture", "step_picture"]
 
-_MIB = 2**20
 _FIXED = {
     "parameters": "#4d4d4d",
     "optimizer state": "#808080",
@@ -28,21 +28,21 @@ _FIXED = {
     "packed tensors": "#0072B2",
     "other operations": "#F0F0F0",
 }
-"""Grey is what activations do not change."""
-# Okabe and Ito's, which colour-blind readers can tell apart.
+"""Colours of fixed parts; activations do not change what is grey."""
+# Colours of Okabe and Ito, which colour-blind readers can tell apart.
 _COLORS = "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
 _STORED, _SAVED, _ADDED, _SPARSITY = "#0072B2", "#d9d9d9", "#D55E00", "#009E73"
 _MAX_BARS = 60
-"""Layers that ``layers_picture`` shows."""
+"""Most layers that ``layers_picture`` shows."""
 
 
 class Panel(NamedTuple):
-    """What one panel shows.
+    """Data of one panel.
 
     Args:
         series: Bytes at each moment by kind, bottom first.
         phases: Phase of each moment.
-        peaks: Most bytes in use before each moment by the allocator, if there is one.
+        peaks: Most bytes in use before each moment, if an allocator was read.
     """
 
     series: Mapping[str, Sequence[int]]
@@ -51,13 +51,14 @@ class Panel(NamedTuple):
 
 
 def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
-    """Return a picture of memory over the step, one panel per entry, on a common scale.
+    """Draw memory over the step, one panel per entry, on a common scale.
 
-    What is counted is stacked: parameters, optimizer state, gradients, batch, packed tensors, and what operations keep
-    for backward. The line above it is the peak by the allocator, where there is one; what lies between is temporary.
+    Counted bytes are stacked: parameters, optimizer state, gradients, batch, packed tensors, and tensors that
+    operations keep for backward. The line above is the peak by the allocator, if it was read; the gap is temporary
+    memory.
 
     Args:
-        steps: What to show by title, such as ``{"dense": dense.report.step, "max": compressed.report.step}``.
+        steps: Steps by title, such as ``{"dense": dense.report.step, "max": compressed.report.step}``.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -71,10 +72,10 @@ def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
 
 
 def series_picture(panels: Mapping[str, Panel]) -> Figure:
-    """Return the picture that ``step_picture`` makes of steps, of figures as they are."""
+    """Draw the same from plain numbers."""
     if not panels:
         raise ValueError("There is nothing to show: got no step. HINT: pass {'a title': monitor.report.step}.")
-    # Two beside each other, or pages would shrink three to what nobody can read; a cell that is left has the legend.
+    # Two panels side by side: pages would shrink three too much to read. A spare cell holds the legend.
     rows, columns = -(-len(panels) // 2), min(len(panels), 2)
     spare = rows * columns > len(panels)
     figure = _figure(4.4 * columns + (0 if spare else 1.8), 3.4 if rows == 1 else 3.0 * rows)
@@ -99,14 +100,14 @@ def series_picture(panels: Mapping[str, Panel]) -> Figure:
 
 
 def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
-    """Return a picture of what each layer keeps for backward: stored, saved, and added where compressing costs memory.
+    """Draw what each layer keeps for backward: stored, saved, and added where compression costs memory.
 
-    A bar is as long as what the dense layer would keep, or as what this one keeps if that is more.
+    A bar is as long as what the dense layer or this layer keeps, whichever is more.
 
     Args:
         rows: The layers from top to bottom, with ``fqn``, ``dense_bytes`` and ``stored_bytes``, such as
             ``monitor.report.to_rows()``. The first 60 are shown.
-        title: What stands above.
+        title: Title of the picture.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -124,7 +125,7 @@ def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure
     axes = figure.subplots()
     begins = [0.0] * len(bars)
     for label, (color, sizes) in parts.items():
-        widths = [nbytes / _MIB for nbytes in sizes]
+        widths = [nbytes / MIB for nbytes in sizes]
         if any(widths):
             axes.barh(range(len(bars)), widths, left=begins, color=color, label=label, height=0.8)
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
@@ -138,12 +139,12 @@ def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure
 
 
 def epochs_picture(history: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
-    """Return a picture of what the layers keep for backward, what is saved, and the sparsity, over the epochs.
+    """Draw what the layers keep for backward, what is saved, and the sparsity, over the epochs.
 
     Args:
         history: The epochs in order, with ``epoch``, ``dense_bytes``, ``stored_bytes`` and ``sparsity``, such as
             ``monitor.history``.
-        title: What stands above.
+        title: Title of the picture.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -154,7 +155,7 @@ def epochs_picture(history: Sequence[Mapping[str, Any]], title: str = "") -> Fig
     figure = _figure(6.4, 4.0)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     epochs = [row["epoch"] for row in history]
-    dense, stored = ([row[name] / _MIB for row in history] for name in ("dense_bytes", "stored_bytes"))
+    dense, stored = ([row[name] / MIB for row in history] for name in ("dense_bytes", "stored_bytes"))
     upper.fill_between(epochs, stored, dense, color=_SAVED, label="saved", linewidth=0)
     upper.plot(epochs, dense, color=_FIXED["parameters"], marker=".", linewidth=1, label="dense")
     upper.plot(epochs, stored, color=_STORED, marker=".", linewidth=1, label="stored")
@@ -172,13 +173,13 @@ def epochs_picture(history: Sequence[Mapping[str, Any]], title: str = "") -> Fig
 def heatmap_picture(
     title: str, layers: Sequence[str], settings: Sequence[str], values: Sequence[list[float]]
 ) -> Figure:
-    """Return a picture of cosines, one row a layer and one column a setting.
+    """Draw cosines, one row per layer and one column per setting.
 
     Args:
-        title: What the picture shows.
+        title: Title of the picture.
         layers: Names of the rows.
         settings: Names of the columns.
-        values: Numbers of each row; values below 0 have the colour of 0, NaN has none.
+        values: Numbers of each row; values below 0 get the colour of 0, NaN gets none.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -189,7 +190,7 @@ def heatmap_picture(
     width = 0.09 * max(map(len, layers)) + 0.42 * len(settings) + 1.2
     figure = _figure(width, 0.2 * len(layers) + 1.4)
     axes = figure.subplots()
-    # Dark is where little is lost; one hue, so that grey prints and colour-blind readers see the same.
+    # Dark means little loss. One hue looks the same in grey print and to colour-blind readers.
     image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(settings)), settings, rotation=90, fontsize=7)
     axes.set_yticks(range(len(layers)), layers, fontsize=7)
@@ -226,13 +227,13 @@ def _color_map(panels: Iterable[Panel]) -> dict[str, str]:
 
 
 def _draw(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
-    lines = {name: [nbytes / _MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
+    lines = {name: [nbytes / MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
     x, last = range(len(panel.phases)), max(len(panel.phases) - 1, 1)
     line_colors = [colors[name] for name in lines]
     if lines:
         axes.stackplot(x, *lines.values(), labels=list(lines), colors=line_colors, edgecolor="white", linewidth=0.2)
     if panel.peaks is not None:
-        axes.plot(x, [nbytes / _MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
+        axes.plot(x, [nbytes / MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
     for phase in PHASES:
         if phase in panel.phases:
             begin = list(panel.phases).index(phase)

@@ -1,20 +1,20 @@
-"""What autograd saves during forwards: which storage, by which module, in which call of a layer.
+"""Record what autograd saves during forwards: which storage, by which module, in which call of a layer.
 
-**One pair of hooks.** Autograd hands every tensor that it saves to the innermost pair of saved-tensor hooks alone. All
-recorders of a thread therefore share one pair, entered with the first and left with the last of them, in whatever order
-they close. What was saved is then handed on to the pair around theirs, if there is one, such as that of
-``save_on_cpu``. A pair inside theirs, such as that of an activation checkpoint, keeps from them what it gets. What is
-saved while backward runs is not recorded: an activation checkpoint runs a forward again there, for the moment. Storages
-are known by weak references, which keep nothing alive and keep an address from being mistaken for that of a later
-tensor.
+**One pair of hooks.** Autograd passes every tensor that it saves to the innermost pair of saved-tensor hooks only. All
+recorders of a thread therefore share one pair, entered with the first and left with the last of them, in any order. It
+passes saved tensors on to the pair around it, if there is one, such as that of ``save_on_cpu``. A pair inside it, such
+as that of an activation checkpoint, hides its tensors from the recorders. Nothing is recorded while backward runs: an
+activation checkpoint runs a forward again there, whose tensors live for a moment only. Storages are identified by weak
+references. These keep nothing alive, and an address that is used again is not mistaken for the same storage.
 
 **Autocast's copies.** Under autocast a linear layer multiplies by a 16-bit copy of its weight, and autograd saves that
-copy wherever the input needs a gradient (``dx = g W``). A compressed layer saves the parameter itself, which is there
-anyway, and casts it once more. Autocast makes the copy of a leaf in fp32 that needs a gradient once in a region, from
-the outermost ``with torch.autocast`` to its end, and hands it to everybody who multiplies by that leaf. So the copy is
-known by leaf and region. Of all other tensors, such as a part of an in-projection, it makes a new one each time, and of
-leaves too with ``cache_enabled=False``. Which region it is, torch does not say. It shows in autocast's copy of a leaf
-of our own without any values, on the CPU: within a region, that has one and the same node in the graph.
+copy wherever the input needs a gradient (``dx = g W``). A compressed layer saves the parameter itself, which exists
+anyway, and casts it once more. Autocast copies an fp32 leaf that needs a gradient once per region, from the outermost
+``with torch.autocast`` to its end, and shares the copy with everyone who multiplies by that leaf. So leaf and region
+identify the copy. Of all other tensors, such as a part of an in-projection, and of all leaves with
+``cache_enabled=False``, it makes a new copy each time. Torch does not say which region it is in. We find it through
+autocast's copy of a leaf of our own, on the CPU and without values: within a region, its node in the graph is the same
+object.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def input_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
 class ModuleNames(Mapping[nn.Module, str]):
     """The fully qualified name of each module, without what wrappers add to it.
 
-    By identity: a metric has another hash whenever its state changes.
+    Modules are compared by identity: the hash of a metric changes with its state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +83,7 @@ class ModuleNames(Mapping[nn.Module, str]):
 
 
 class SharedContext:
-    """A context that several users hold open: entered with the first, left with the last, in any order."""
+    """A context that several users hold open: entered with the first and left with the last, in any order."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -93,7 +93,7 @@ class SharedContext:
         self._value: Any = None
 
     def enter(self) -> Any:
-        """Return what the context gave when it was entered."""
+        """Return the value of the context."""
         with self._lock:
             if self._context is None:
                 context = self._make()
@@ -104,7 +104,7 @@ class SharedContext:
 
     @contextmanager
     def opened(self) -> Iterator[Any]:
-        """Enter, and leave in the end."""
+        """Enter, and leave at the end."""
         value = self.enter()
         try:
             yield value
@@ -121,38 +121,38 @@ class SharedContext:
 
 
 class ThreadContext(SharedContext, threading.local):
-    """The same, one for each thread."""
+    """One such context per thread."""
 
 
 eager_stance = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
-"""Lets compiled modules run eagerly: one for all threads, as the stance is the process's, and one that is left too
-early leaves the other's behind."""
+"""Lets compiled modules run eagerly. It is shared by all threads, since the stance belongs to the process."""
 
 
+# === Copies that autocast makes of weights ============================================================================
 def copies_weight(weight: Tensor, x: Tensor) -> bool:
-    """Return whether a dense product with ``x`` would make a copy of ``weight`` now.
+    """Return True if a dense product with ``x`` would copy ``weight`` now.
 
-    A linear layer keeps it if ``x`` needs a gradient, a convolution always.
+    A linear layer keeps the copy if ``x`` needs a gradient, a convolution always.
     """
     dtype = autocast_dtype(x)
     return dtype is not None and weight.dtype not in (dtype, torch.float64)
 
 
 def find_shared_copy(tensor: Tensor) -> Any:
-    """Return the key of the copy that autocast would now make or take of ``tensor``, ``None`` if of one nobody shares.
+    """Return the key of the shared copy that autocast would make or reuse for ``tensor``, ``None`` if it is not shared.
 
-    Autocast must be on, to a type that is not the tensor's.
+    Autocast must be on, to another type than that of ``tensor``.
     """
     leaf = tensor.is_leaf and tensor.requires_grad and not tensor._is_view()
     cached = leaf and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
     if not cached:
         return None
-    # The storage tells a tensor from a later one with the same id, the id from others with the same storage.
+    # The storage distinguishes a tensor from a later one with the same id, the id from others with the same storage.
     return StorageKey(tensor.untyped_storage()), id(tensor), _find_region()  # type: ignore[no-untyped-call]
 
 
 def find_copied_leaf(saved: Tensor) -> Tensor | None:
-    """Return the leaf of which ``saved`` is a copy in 16 bits, or a view of one; ``None`` if it is no such copy."""
+    """Return the leaf of which ``saved`` is a 16-bit copy, or a view of one; ``None`` if it is not such a copy."""
     copy = saved._base if saved._is_view() and saved._base is not None else saved
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0" or copy.dtype.itemsize != 2:
         return None
@@ -160,15 +160,15 @@ def find_copied_leaf(saved: Tensor) -> Tensor | None:
 
 
 def find_copy_key(saved: Tensor) -> Any:
-    """Return the key of the copy that ``saved`` is, or is a view of, ``None`` if it is no copy that others share."""
+    """Return the key of the shared copy that ``saved`` is, or is a view of; ``None`` if it is no shared copy."""
     leaf = find_copied_leaf(saved)
     return None if leaf is None else find_shared_copy(leaf)
 
 
 def _find_region() -> Any:
-    """Return an object that is the same one throughout a region of autocast, whatever its device."""
+    """Return an object that stays the same throughout a region of autocast, on any device."""
     leaf = _make_empty_leaf()
-    # Autocast is off inside the operations that save tensors, and nobody should see this one: no hooks, no modes.
+    # Autocast is off inside operations that save tensors. No hook and no mode may see this operation.
     hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with no_dispatch_modes(), hidden, torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         product = torch.mm(leaf, leaf).grad_fn
@@ -181,30 +181,32 @@ def _make_empty_leaf() -> Tensor:
     return torch.empty(0, 0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
+# === Calls of layers, and the storages behind tensors =================================================================
 @dataclass(eq=False)
 class LayerCall:
     """One forward of a layer that keeps its input, whole or packed.
 
     Args:
         layer: The layer.
-        given: The input.
+        input_ref: The input.
         shape: A tensor without memory that has the shape and strides of the input, as the layer cuts it.
-        itemsize: Bytes of a value as the layer would keep it.
-        dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
-            copy of its own, as it does under autocast.
-        dense_bytes: Bytes of what the dense layer would keep.
-        dense_copy: Which of autocast's copies the dense layer would keep as its input, if one that others share.
-        weight_keys: Storages of the weight, if the dense layer would keep that and no copy; only of a compressed one.
-        blocks: How a compressed layer cuts its input into blocks and stores it, ``None`` of any other.
-        sparsity: Fraction of blocks dropped in this call, known once it has saved something.
-        packs: Whether what this call keeps is packed, known by then too.
-        saved: Whether autograd saved anything: not so inside an activation checkpoint.
-        reuses: Whether it keeps nothing of its own, but what the layer before keeps quantized (``operators.reuse``).
-        fine: Whether it has so few rows that all its blocks are kept.
+        itemsize: Bytes per value as the layer would keep it.
+        dense_key: Storage of the input if the dense layer would keep that storage, ``None`` if it would keep a copy of
+            its own, as under autocast.
+        dense_bytes: Bytes that the dense layer would keep.
+        dense_copy: Key of the shared autocast copy that the dense layer would keep as its input, if any.
+        weight_keys: Storages of the weight, if the dense layer would keep the weight and no copy; for compressed
+            layers.
+        blocks: How a compressed layer cuts its input into blocks and stores it, ``None`` for other layers.
+        sparsity: Fraction of blocks dropped in this call; set once it has saved something.
+        packs: Whether this call packs what it keeps; set once it has saved something.
+        saved: Whether autograd saved anything; not so inside an activation checkpoint.
+        reuses: Whether it keeps what the layer before keeps quantized (``operators.reuse``), and nothing of its own.
+        fine: Whether all blocks are kept, since there are few rows.
     """
 
     layer: nn.Module
-    given: weakref.ref[Tensor]
+    input_ref: weakref.ref[Tensor]
     shape: Tensor
     itemsize: int
     dense_key: StorageWeakRef | None
@@ -219,19 +221,19 @@ class LayerCall:
     fine: bool = False
 
     def keeps(self, key: StorageWeakRef) -> bool:
-        """Return whether the dense layer would keep that very storage as its input."""
+        """Return True if the dense layer would keep this storage as its input."""
         return self.dense_key is not None and bool(key == self.dense_key)
 
     @property
     def reads(self) -> tuple[Any, ...]:
-        """What calls have in common that would share one pack: they read one tensor object, and pack it alike.
+        """A key that calls share if one pack would do for all: they read the same tensor object and pack it alike.
 
-        There is one plain weak reference to an object, which the calls keep, so its number is no other's.
+        An object has one plain weak reference, which the calls keep alive, so its id is unique.
         """
-        return id(self.given), self.blocks, self.shape.shape
+        return id(self.input_ref), self.blocks, self.shape.shape
 
     def packed_bytes(self, sparsity: float) -> int:
-        """Return the bytes of the packed input by formula; the layer must be a compressed one."""
+        """Return the bytes of the packed input by formula; for compressed layers."""
         assert self.blocks is not None
         sparsity = 0.0 if self.fine else sparsity
         geometry = input_geometry(self.shape, self.blocks.block_size, sparsity, self.blocks.scope)
@@ -243,9 +245,9 @@ def make_layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | N
 
     Args:
         layer: The layer.
-        weight: What ``x`` is multiplied with: the layer's weight, or some rows of that of an in-projection.
-        x: The first argument, whatever it is.
-        blocks: How a compressed layer cuts ``x`` into blocks if that does not lie as the layer's own means it.
+        weight: What ``x`` is multiplied by: the weight of the layer, or some rows of that of an in-projection.
+        x: The first argument, of any type.
+        blocks: How a compressed layer cuts ``x`` into blocks, if not as its state says.
     """
     if not (isinstance(x, Tensor) and weight.requires_grad and may_compress(x)):
         return None
@@ -275,12 +277,12 @@ def get_sparsity(layer: nn.Module) -> float:
 
 
 def packs(layer: nn.Module) -> bool:
-    """Return whether ``layer`` keeps its input in another form than a dense layer."""
+    """Return True if ``layer`` keeps its input in another form than a dense layer."""
     return isinstance(layer, CompressedLayer) and layer.packs
 
 
 def _flattens_without_copy(x: Tensor) -> bool:
-    """Return whether ``F.linear`` can keep a view of ``x``: only shape and strides are looked at."""
+    """Return True if ``F.linear`` can keep a view of ``x``, judged by shape and strides."""
     if x.dim() <= 2 or x.is_contiguous():
         return True
     meta = torch.empty_strided(x.shape, x.stride(), device="meta")
@@ -288,7 +290,7 @@ def _flattens_without_copy(x: Tensor) -> bool:
 
 
 def find_storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
-    """Return the storages that hold ``value``'s data, with their bytes; none if it is not dense, or ``vmap``'s."""
+    """Return the storages that hold the data of ``value``, with their bytes; none if it is not dense, or ``vmap``'s."""
     if isinstance(value, Tensor) and _is_wrapper(value):
         inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
         return [entry for name in inner for entry in find_storages(getattr(value, name))]
@@ -299,29 +301,30 @@ def find_storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether values of ``tensor`` are one value in many places."""
+    """Return True if one value of ``tensor`` stands in several places."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
+    """Return True if ``tensor`` is a DTensor or similar, whose data is in other tensors."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
+# === The pair of hooks that all recorders of a thread share ===========================================================
 @dataclass(frozen=True)
 class Saved:
     """A storage that autograd saved.
 
     Args:
         key: The storage.
-        nbytes: Its bytes, those outside a saved view included.
-        module: The innermost running module, ``None`` outside of all.
-        call: The call of a layer, if that is what is running.
-        handle: What the graph holds; gone once the graph is.
-        device: Where the storage is.
+        nbytes: Its bytes, including those outside a saved view.
+        module: The innermost running module, ``None`` outside of all modules.
+        call: The running call of a layer, if there is one.
+        handle: What the graph holds; it dies with the graph.
+        device: Device of the storage.
         dtype: Type of the saved tensor.
-        copy_key: Which of autocast's copies it is, ``None`` if none that others share.
-        original: The storage that it is saved in place of, with its bytes, if a tensor was packed for it.
+        copy_key: Key of autocast's shared copy that it is, ``None`` if it is none.
+        original: The storage that it replaces, with its bytes, if a tensor was packed.
     """
 
     key: StorageWeakRef
@@ -344,11 +347,11 @@ class _Open(threading.local):
 
 @dataclass(frozen=True, eq=False)
 class _HandedOn:
-    """What the graph holds if other saved-tensor hooks are open around the recorders'.
+    """What the graph holds if other saved-tensor hooks are open around those of the recorders.
 
     Args:
-        value: What their pack hook made of the tensor.
-        unpack: Their unpack hook, which may be called when they are no longer open.
+        value: Result of their pack hook.
+        unpack: Their unpack hook, which may be called after they are closed.
     """
 
     value: Any
@@ -360,7 +363,7 @@ _open = _Open()
 
 @contextmanager
 def _record() -> Iterator[bool]:
-    """Open the recorders' hooks; gives whether there are others around them."""
+    """Open the hooks of the recorders; yields True if there are others around them."""
     outer = top_saved_tensors_hooks(False)
     with torch.autograd.graph.saved_tensors_hooks(partial(_pack, outer), _unpack):
         yield outer is not None
@@ -368,7 +371,7 @@ def _record() -> Iterator[bool]:
 
 _saving = ThreadContext(_record)
 unpack_listeners: list[Callable[[Any], None]] = []
-"""Told what backward takes up (what the graph holds) while its node runs, on a GPU in a thread of autograd's own."""
+"""Called with what the graph holds when backward reads it, while the node runs; on a GPU in a thread of autograd."""
 
 
 @unseen_by_compilers
@@ -380,8 +383,8 @@ def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
         pack, unpack = outer
         handle = _HandedOn(pack(tensor), unpack)
     else:
-        # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input
-        # is none, nor are integers, and other layers share it only as long as it is this object.
+        # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. Packed inputs
+        # and integers are not results, and other layers share a packed input only while it is the same object.
         packed = tensor.dtype == torch.uint8
         if not packed and not tensor.requires_grad:
             packed = is_again or any(recorder.runs_compressed for recorder in recorders)
@@ -399,19 +402,20 @@ def _unpack(handle: Tensor | _HandedOn) -> Tensor:
     return handle.unpack(handle.value) if isinstance(handle, _HandedOn) else handle
 
 
+# === Recorders: of saved tensors, and of calls ========================================================================
 class SavedTensorRecorder:
-    """Follow the forwards run inside this context; a subclass says what to do with what is saved.
+    """Follow the forwards inside this context; a subclass handles what is saved.
 
     Args:
         model: The module whose calls are followed.
-        batch: Whatever holds the step's input tensors, which are alive anyway.
+        batch: Holds the step's input tensors, which are alive anyway.
 
     Raises:
-        RuntimeError: When it is entered, if torch does not say what it needs to know (see ``codec.private``).
+        RuntimeError: When entered, if torch lacks a private name that it needs (see ``codec.private``).
     """
 
     needs: ClassVar[tuple[str, ...]] = FOR_RECORDERS
-    """Private names of torch that it rests on."""
+    """Private names of torch that it needs."""
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         self._model = model
@@ -419,14 +423,14 @@ class SavedTensorRecorder:
         self._batch = {key for tensor in tree_leaves(batch) for key, _ in find_storages(tensor)}
         self._parameters: set[StorageWeakRef] = set()
         self._quantized: set[StorageWeakRef] = set()
-        """What layers other than those of ``_layers`` keep quantized; these may read it too."""
+        """Storages that layers outside ``_layers`` keep quantized; layers in ``_layers`` may read them too."""
         self._running: list[tuple[nn.Module, LayerCall | None]] = []
         self._handles: list[RemovableHandle] = []
         self._active = False
         self.ran = False
-        """Whether a module was called or something saved."""
+        """Whether a module was called or something was saved."""
         self.hands_on = False
-        """Whether other saved-tensor hooks, open around the recorders', decide what the graph holds."""
+        """Whether other saved-tensor hooks, open around those of the recorders, decide what the graph holds."""
 
     def __enter__(self) -> Self:
         require(type(self).__name__, self.needs)
@@ -448,26 +452,25 @@ class SavedTensorRecorder:
         self.close()
 
     def close(self) -> None:
-        """Stop following; what was recorded stays. Closing twice does nothing."""
+        """Stop following; the record stays. Closing twice does nothing."""
         if not self._active:
             return
         self._active = False
         watchers.remove(self)
         _open.recorders.remove(self)
         _saving.leave()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
         self._running.clear()
 
     @property
     def runs_compressed(self) -> bool:
-        """Whether a layer that packs its input is what is running."""
+        """Whether a layer that packs its input is running."""
         _, call = self._running[-1] if self._running else (None, None)
         return call is not None and packs(call.layer)
 
     def see(self, tensor: Tensor, handle: Tensor | _HandedOn, copy_key: Any) -> None:
-        """Take note of a tensor that autograd saves: what the graph holds in its place, and which copy it is."""
+        """Record a tensor that autograd saves: what the graph holds in its place, and which copy it is."""
         self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
@@ -485,35 +488,35 @@ class SavedTensorRecorder:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             return
         self._handles.append(module.register_forward_pre_hook(ForwardHook(self._enter_module), with_kwargs=True))
-        # Always: a forward may raise and its caller go on without it.
+        # Always: a forward may raise, and its caller may go on without it.
         self._handles.append(module.register_forward_hook(ForwardHook(self._leave_module), always_call=True))
 
     def _followed(self) -> Iterable[nn.Module]:
-        """Return the modules whose calls are followed: those that Python sees."""
+        """Return the modules whose calls Python sees."""
         return eager_modules(self._model)
 
     def _on_call(self, call: LayerCall) -> None:
-        """Act on a layer that is about to run."""
+        """Called when a layer is about to run."""
 
     def _on_return(self, call: LayerCall) -> None:
-        """Act on a layer that has run."""
+        """Called when a layer has run."""
 
     def _on_saved(self, saved: Saved) -> None:
-        """Act on a storage that autograd saves."""
+        """Called when autograd saves a storage."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs, weight = (*args, *kwargs.values()), weight_of_call(module)
         self._enter(module, make_layer_call(module, weight, inputs[0]) if inputs and weight is not None else None)
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
-        """Follow a projection inside an attention module as the call of a layer, which it is not."""
+        """Record a projection inside an attention module as the call of a layer."""
         layer = projection.layer
         if layer in self._layers:
             cut = projection.with_samples(x)
             self._enter(layer, make_layer_call(layer, projection.weight, cut, projection.blocks(cut)))
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
-        """Note that what ``enter_projection`` announced is over, also by an exception."""
+        """End a projection that ``enter_projection`` began, also after an exception."""
         if projection.layer in self._layers:
             self._leave(projection.layer)
 
@@ -540,20 +543,20 @@ class SavedTensorRecorder:
 
 
 def hooks_are_innermost() -> bool:
-    """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
+    """Return True if saved tensors reach the recorders now, and not hooks of the model such as a checkpoint's."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and hooks[1] in (_unpack, unpack_saved)
 
 
 class CallWatcher(ABC):
-    """A context that sees each call of a model's compressed layers when it begins, attention's projections included.
+    """A context that sees each call of a model's compressed layers when it begins, including projections of attention.
 
-    It uses plain forward hooks, which are gone when it is left.
+    It uses plain forward hooks and removes them at the end.
 
     Args:
         model: The module that holds the layers.
-        eagerly: Whether compiled modules run eagerly in this context, as they do inside ``RetentionProbe``. Otherwise
-            nothing inside them is seen.
+        eagerly: Whether compiled modules run eagerly in this context, as inside ``RetentionProbe``. Otherwise nothing
+            inside them is seen.
     """
 
     def __init__(self, model: nn.Module, *, eagerly: bool = False) -> None:
@@ -563,7 +566,7 @@ class CallWatcher(ABC):
         self._handles: list[RemovableHandle] = []
         self._active = False
         self.ran = False
-        """Whether one of the layers was called, or there is none whose calls are seen."""
+        """Whether a layer was called, or there is none whose calls are seen."""
 
     def __enter__(self) -> Self:
         require(type(self).__name__, FOR_BACKWARD)
@@ -575,7 +578,7 @@ class CallWatcher(ABC):
         watchers.append(self)
         for layer in self._layers:
             if weight_of_call(layer) is not None:
-                # A replica of DataParallel's has the hooks of its original, and counts for that.
+                # A replica of DataParallel has the hooks of its original, and counts for it.
                 self._handles.append(layer.register_forward_pre_hook(ForwardHook(partial(self._see_layer, layer))))
         return self
 
@@ -583,16 +586,15 @@ class CallWatcher(ABC):
         self.close()
 
     def close(self) -> None:
-        """Stop watching; what was found stays. Closing twice does nothing."""
+        """Stop watching; results stay. Closing twice does nothing."""
         if self._active:
             self._active = False
             watchers.remove(self)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            while self._handles:
+                self._handles.pop().remove()
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
-        """Take note of a projection inside an attention module as the call of a layer, which it is not."""
+        """See a projection inside an attention module as the call of a layer."""
         if projection.layer in self._layers:
             self.ran = True
             cut = projection.with_samples(x)
@@ -610,4 +612,4 @@ class CallWatcher(ABC):
 
     @abstractmethod
     def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
-        """Look at a call with its first argument, and how that is cut into blocks."""
+        """See a call with its first argument, and how that is cut into blocks."""

@@ -1,36 +1,36 @@
-r"""One training step of a model on a GPU, played through on a CPU without values: what it has in use at each moment.
+r"""Simulate one training step of a GPU on a CPU, without values: what the model has in use at each moment.
 
-**Tensors without values.** The step runs as it is, by torch's autograd and by this package's layers, on plain CPU
-tensors that a dispatch mode makes: of each operation it asks torch's fake tensors which shapes, strides and types come
-out, and returns tensors over memory that is reserved and never touched, so that 40 GiB of activations take nothing but
-address space. Plain tensors, since all that this package does for speed (shared packs, outputs that are read again,
-inputs of blocks in few bits, kernels) it does for these alone. What is stored is what a GPU stores, to the byte.
+**Tensors without values.** The step runs through torch's autograd and this package's layers, on plain CPU tensors that
+a dispatch mode creates. For each operation it asks torch's fake tensors for the shapes, strides and types of the
+results, and returns tensors over memory that is reserved and never touched, so 40 GiB of activations take only address
+space. They are plain tensors, since this package is fast only on these (shared packs, outputs that are read again,
+inputs of blocks in few bits, kernels). The stored bytes are those of a GPU, exactly.
 
-**The allocator.** The memory behind a tensor tells when it goes. It is handed out as CUDA's caching allocator does
-(``analysis.caching_allocator``). ``StepMemoryRecorder`` asks this allocator in place of CUDA's, so a ``StepMemory``
-comes out that is ``measured``.
+**The allocator.** The life of a tensor's memory shows when it is freed. ``analysis.caching_allocator`` hands it out as
+CUDA's caching allocator does. ``StepMemoryRecorder`` reads this allocator instead of CUDA's, so the resulting
+``StepMemory`` is ``measured``.
 
-**What differs on a GPU** is brought about while the step runs:
+**What differs on a GPU** is imitated while the step runs:
 
-- Autocast computes more in fp32 there (norms, softmax, losses) or in the widest type (``addcmul``). What has such a
-  rule on a GPU and none on a CPU is given one; which do, the installed torch says.
-- Attention is fused: flash attention of 16-bit values without a mask, memory-efficient attention of all others.
-- Dropout keeps a mask of one byte a value.
-- The kernels of this package are launched, and do nothing. Where Triton is not installed its layers run in plain torch,
-  whose temporary tensors are larger: peaks then are upper bounds.
+- Autocast computes more operations in fp32 (norms, softmax, losses) or in the widest type (``addcmul``). Operations
+  with such a rule on a GPU and none on a CPU get one; the installed torch says which they are.
+- Attention is fused: flash attention for 16-bit values without a mask, memory-efficient attention for all others.
+- Dropout keeps a mask of one byte per value.
+- Kernels of this package are launched and do nothing. Without Triton the layers run in plain torch, whose temporary
+  tensors are larger: peaks are upper bounds then.
 - Backward of attention and of biases takes memory for partial sums.
 
-Not seen are other temporary tensors *inside* an operation of torch's or of a library's: workspaces of convolutions.
+It does not see other temporary tensors *inside* an operation of torch or of a library, such as workspaces of
+convolutions.
 
 **Values.** What is computed from shapes alone (positions, masks, rates of dropout) has values, up to ``MOST_VALUES`` of
 them, so control flow may depend on it. What depends on parameters, on the batch or on random numbers has none, and
-asking for it is an error. Decisions that a first batch makes by values are made as measurements show them for most
-models: nothing has outliers, so what operations save is packed wherever they may read it so, and layers with a
-``max_dropped_energy`` below 1 drop no blocks. Which inputs are retained anyway is a matter of storages, which
-``RetentionProbe`` finds as ever.
+reading it is an error. Decisions that a first batch makes by values are those of most measured models: nothing has
+outliers, so saved tensors of operations are packed wherever these tolerate it, and layers with a ``max_dropped_energy``
+below 1 drop no blocks. Retained inputs are a matter of storages, which ``RetentionProbe`` finds as usual.
 
-Nothing of the model changes: what runs is a copy of it with parameters and buffers without values, and random
-generators are set back. While a step is simulated, no other thread may use torch on the CPU.
+The model does not change: a copy of it runs, with parameters and buffers without values, and random generators are
+reset. While a step is simulated, no other thread may use torch on the CPU.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY = 132, 232448, 9
 """Those of an H100 and an H200, by which some kernels cut their work; 16 blocks of 128 threads fit a multiprocessor."""
 MOST_VALUES = 2**21
-"""Values up to which a tensor that depends on nothing but shapes has some."""
+"""Most values of a tensor that depends on shapes alone and is therefore computed."""
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "32-true": (None, None),
     "16-mixed": (torch.float16, None),
@@ -102,7 +102,7 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "16-true": (None, torch.float16),
     "bf16-true": (None, torch.bfloat16),
 }
-"""Type of autocast, and type that the model is cast to, by the names of Lightning's precisions."""
+"""Type of autocast, and type of the model, by the names of Lightning's precisions."""
 _AUTOCAST = "cpu"
 _ASKING = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
 """Operations that return values to Python."""
@@ -133,20 +133,21 @@ def simulate(
     accumulates: bool = False,
     workspaces: bool = True,
 ) -> StepMemory:
-    """Return the memory of one training step on a GPU, which need not be there (see the module).
+    """Return the memory of one training step on a GPU, which need not exist (see the module).
 
-    The step is one in the middle of a training: optimizer state is there, and what a first batch decides is decided.
+    The step is in the middle of a training: optimizer state exists, and the first batch has decided.
 
     Args:
-        model: The dense model, on whatever device, also ``meta``.
-        batch: What a step gets, in containers, dataclasses or other objects. Of its tensors, on whatever device,
-            shapes, strides and types count, and the values of integers and booleans that are not on ``meta``.
-        prepare: Converts a copy of the model, as ``lambda model: convert(model, "max")``; returns the report, if any.
+        model: The dense model, on any device, also ``meta``.
+        batch: Batch of a step, in containers, dataclasses or other objects, on any device. Shapes, strides and types of
+            its tensors matter, and the values of integers and booleans that are not on ``meta``.
+        prepare: Converts a copy of the model, as ``lambda model: convert(model, "max")``, and returns the report, if
+            any.
         loss: Returns the loss, given the copy of the model and the batch; by default as ``compute_loss`` does.
         precision: One of Lightning's names: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ``"bf16-true"``,
             ``"16-true"``.
-        optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
-        accumulates: Whether gradients are there from the batch before, to which those of this one are added.
+        optimizer: Creates the optimizer of the trained parameters; by default fused AdamW.
+        accumulates: Whether gradients of the previous batch exist, to which those of this one are added.
         workspaces: Whether to count cuBLAS's workspaces.
 
     Returns:
@@ -154,7 +155,7 @@ def simulate(
 
     Raises:
         TypeError: If an argument has the wrong type, or the model cannot be copied.
-        ValueError: If an argument is out of range, or a module needs values that are not there.
+        ValueError: If an argument is out of range, or a module reads values that do not exist.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
@@ -174,7 +175,7 @@ def simulate(
         inputs = map_tensors(functools.partial(_make_input, mode, whole), batch)
         mode.names = ModuleNames(twin)
         report = None if prepare is None else prepare(twin)
-        make_optimizer = _make_adamw if optimizer is None else optimizer
+        make_optimizer = optimizer or functools.partial(torch.optim.AdamW, fused=True)
         step = _Step(twin, inputs, loss, autocast, make_optimizer([p for p in twin.parameters() if p.requires_grad]))
         step.warm_up(report, accumulates)
         return step.record(mode.allocator.ask, accumulates)
@@ -183,13 +184,14 @@ def simulate(
 def compute_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return a usual loss of a batch.
 
-    That of ``training_step`` where there is one; ``model(**batch).loss`` of a mapping; of ``(inputs, targets)`` the
-    cross entropy with integers and the squared error of anything else; of a tensor alone the mean of the output.
+    It is that of ``training_step`` if there is one, or ``model(**batch).loss`` for a mapping. For ``(inputs, targets)``
+    it is the cross entropy with integer targets and the squared error with others, for a single tensor the mean of the
+    output.
     """
     loss: Tensor
     if hasattr(model, "training_step"):
         training_step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
-        takes_number = len(inspect.signature(training_step).parameters) > 1  # as Lightning asks
+        takes_number = len(inspect.signature(training_step).parameters) > 1  # as Lightning does
         result = training_step(batch, 0) if takes_number else training_step(batch)
         loss = result["loss"] if isinstance(result, Mapping) else result
         return loss
@@ -222,10 +224,7 @@ def _get_logits(output: Any) -> Tensor:
     return logits
 
 
-def _make_adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)
-
-
+# === The step =========================================================================================================
 class _Step:
     """A training step of a copy of a model."""
 
@@ -234,11 +233,11 @@ class _Step:
     ) -> None:
         self._model, self._batch, self._loss = model, batch, loss
         self._autocast, self._optimizer = autocast, optimizer
-        # Lightning lets go of the gradients of the step before when the next forward is over.
+        # Lightning drops the gradients of a step when the next forward is over.
         self._in_lightning = hasattr(model, "training_step")
 
     def warm_up(self, report: ConversionReport | None, accumulates: bool) -> None:
-        """Run a first step, which decides what a first batch decides, and makes the optimizer's state."""
+        """Run a first step: it makes the decisions of a first batch, and creates the optimizer's state."""
         if report is None:
             self._forward().backward()  # type: ignore[no-untyped-call]
         else:
@@ -269,8 +268,8 @@ class _Step:
             loss = self._loss(self._model, self._batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(
-                f"`loss` must return a tensor of one value, got {type(loss).__name__}. HINT: such as `lambda model, "
-                "batch: F.cross_entropy(model(batch[0]), batch[1])`."
+                f"`loss` must return a tensor of one value, got {type(loss).__name__}. HINT: for example `lambda "
+                "model, batch: F.cross_entropy(model(batch[0]), batch[1])`."
             )
         return loss
 
@@ -280,8 +279,9 @@ class _Step:
             self._optimizer.zero_grad(set_to_none=True)
 
 
+# === Operations without values ========================================================================================
 class NoValuesError(ValueError):
-    """A step asks for a value that a simulation does not have."""
+    """A step reads a value that a simulation does not have."""
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -291,11 +291,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.allocator = CachingAllocator(workspaces)
         self.names: Mapping[nn.Module, str] = {}
-        """Names of the modules that run, for errors."""
+        """Names of the modules, for errors."""
         self._fakes = FakeMode()
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without values of this shape, type and layout."""
+        """Return a tensor without values of the same shape, type and layout."""
         storage = self.allocator.empty(tensor.untyped_storage().nbytes())
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -306,31 +306,35 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         kwargs = {} if kwargs is None else dict(kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
+        # === Meta tensors and views take no memory ===
         if any(tensor.is_meta for tensor in inputs) or (device is not None and torch.device(device).type == "meta"):
             return func(*tree_map_only(Tensor, _to_meta, args), **kwargs)
         if _is_view(func):
             return func(*args, **kwargs)
         if device is not None:
             kwargs["device"] = torch.device("cpu")
+        # === Small tensors with values are computed ===
         has_values = _computes(func) and not any(
             tensor.untyped_storage()._cdata in self.allocator.without_values for tensor in inputs
         )
         if inputs and has_values and sum(tensor.numel() for tensor in inputs) <= MOST_VALUES:
             return self.count_results(func(*args, **kwargs), inputs)
         if func.overloadpacket.__name__ in _ASKING:
-            raise NoValuesError(self._describe_no_values(func, "asks for a value"))
+            raise NoValuesError(self._describe_no_values(func, "reads a value"))
+        # === Outputs that are written in place lose their values ===
         outputs = _find_outputs(func, args, kwargs)
         for tensor in outputs:
             self.allocator.without_values.add(tensor.untyped_storage()._cdata)
         if len(outputs) == len(func._schema.returns) > 0:
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        # === New results have shapes only; partial sums take memory meanwhile ===
         sums = self.allocator.empty(_count_sum_bytes(func, args))
         results = self._run_without_values(func, args, kwargs, has_values and not inputs)
         del sums
         return results
 
     def _run_without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], factory: bool) -> Any:
-        """Return results by their shapes; those of a ``factory`` that are not large get their values after all."""
+        """Return results by their shapes; small results of a ``factory`` get their values."""
         real: dict[int, Tensor] = {}
         fakes: dict[int, Tensor] = {}
 
@@ -343,14 +347,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         try:
             with self._fakes:
                 results = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
-        except Exception as error:  # whatever torch makes of an operation that needs values, or of one that fails
+        except Exception as error:  # any error of an operation that needs values, or that fails
             raise NoValuesError(self._describe_no_values(func, f"fails: {type(error).__name__}: {error}")) from error
         if factory and sum(leaf.numel() for leaf in tree_leaves(results) if isinstance(leaf, Tensor)) <= MOST_VALUES:
             return self.count_results(func(*args, **kwargs), [])
         return tree_map_only(Tensor, lambda t: real[id(t)] if id(t) in real else self.empty_like(t), results)
 
     def count_results(self, results: Any, inputs: list[Tensor]) -> Any:
-        """Return results that have values, in memory of the allocator."""
+        """Return results with values, in memory of the allocator."""
         own = {id(tensor) for tensor in inputs}
 
         def count(tensor: Tensor) -> Tensor:
@@ -365,9 +369,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
     def _describe_no_values(self, func: Any, what: str) -> str:
         name = self._describe_running()
         return (
-            f"A step of this model cannot be simulated: in {name}, {func.overloadpacket.__name__} {what}, and tensors "
-            f"of floating point have no values here{_describe_caller()}. HINT: let no control flow depend on such "
-            "values, or measure a real step with ActivationMemoryMonitor."
+            f"A step of this model cannot be simulated: in {name}, {func.overloadpacket.__name__} {what}, and floating-"
+            f"point tensors have no values here{_describe_caller()}. HINT: let no control flow depend on such values, "
+            "or measure a real step with ActivationMemoryMonitor."
         )
 
     def _describe_running(self) -> str:
@@ -382,7 +386,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _describe_caller() -> str:
-    """Return the line that called torch, with its file, as a clause."""
+    """Return a clause with the file and line that called torch."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
         frame = frame.f_back
@@ -401,7 +405,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _is_view(func: Any) -> bool:
-    """Return whether an operation changes shapes and strides alone."""
+    """Return True if an operation changes only shapes and strides."""
     if torch.Tag.inplace_view in func.tags or func.overloadpacket.__name__ == "_unsafe_view":
         return True
     return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
@@ -409,13 +413,13 @@ def _is_view(func: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _computes(func: Any) -> bool:
-    """Return whether results follow from arguments: they are neither random nor memory as it was found."""
+    """Return True if results follow from arguments: they are neither random nor uninitialised memory."""
     return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func.overloadpacket.__name__
 
 
 def _count_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return what the partial sums of an operation take while it runs, as measured on an H200 with torch 2.11."""
-    if func.overloadpacket.__name__ in _ATTENTION_BACKWARDS:  # gradients of queries in fp32, and a sum for each query
+    """Return the bytes of partial sums while an operation runs, as measured on an H200 with torch 2.11."""
+    if func.overloadpacket.__name__ in _ATTENTION_BACKWARDS:  # gradients of queries in fp32, and one sum per query
         query: Tensor = args[1]
         return 4 * (query.numel() + query.shape[:-1].numel()) if query.itemsize == 2 else 0
     if func is torch.ops.aten.sum.dim_IntList:
@@ -426,11 +430,11 @@ def _count_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def _count_column_sum_bytes(rows: int, columns: int) -> int:
-    """Return what the sums of columns take, such as gradients of biases (torch's ``setReduceConfig``).
+    """Return the bytes of partial sums of columns, such as gradients of biases (torch's ``setReduceConfig``).
 
-    Each of 32 x 4 threads of a block sums a part of four columns, and there are as many blocks as fill the GPU.
+    Each of the 32 x 4 threads of a block sums a part of four columns, and as many blocks run as fill the GPU.
     """
-    values = math.ceil(rows / 4)  # of a thread, in one block for 128 columns
+    values = math.ceil(rows / 4)  # per thread, in one block per 128 columns
     if columns < 128 or columns % 4 or values < 256:
         return 0
     blocks = min(math.ceil(MULTIPROCESSORS * 16 / math.ceil(columns / 128)), math.ceil(values / 16))
@@ -449,12 +453,13 @@ def _find_outputs(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return [leaf for name in names for leaf in tree_leaves(arguments.get(name)) if isinstance(leaf, Tensor)]
 
 
+# === Model and batch without values ===================================================================================
 def _copy_without_values(model: nn.Module, mode: _Mode) -> nn.Module:
     """Return a copy of the model whose tensors have no values."""
     own, of_tensor, of_parameter = threading.get_ident(), Tensor.__deepcopy__, nn.Parameter.__deepcopy__
 
     def without_values(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        """Stand in for a tensor's own copy, wherever in an attribute it is: in a list of samples, say."""
+        """Replace a tensor's own copy, in any attribute: in a list of samples, for example."""
         if threading.get_ident() != own:
             usual: Any = of_parameter if isinstance(tensor, nn.Parameter) else of_tensor
             return cast(Tensor, usual(tensor, memo))
@@ -466,15 +471,15 @@ def _copy_without_values(model: nn.Module, mode: _Mode) -> nn.Module:
     try:
         with _replace(Tensor, "__deepcopy__", without_values), _replace(nn.Parameter, "__deepcopy__", without_values):
             return copy.deepcopy(model)
-    except Exception as error:  # whatever an attribute raises that cannot be copied
+    except Exception as error:  # any error of an attribute that cannot be copied
         raise TypeError(
-            f"`model` must be one that can be copied, got a {type(model).__name__} of which a copy raises "
-            f"{type(error).__name__}: {error}. HINT: give it before a trainer, a logger or the like is attached to it."
+            f"`model` must be copyable, got a {type(model).__name__} whose copy raises {type(error).__name__}: "
+            f"{error}. HINT: pass it before a trainer, a logger or the like is attached to it."
         ) from error
 
 
 def has_known_values(tensor: Tensor) -> bool:
-    """Return whether a simulation knows the values of a tensor of the batch: those by which steps choose their way."""
+    """Return True if a simulation knows the values of this tensor of the batch; steps may branch on them."""
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
     return is_index and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() <= MOST_VALUES
 
@@ -490,7 +495,7 @@ def _make_input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tenso
 
 @contextmanager
 def _restore_randomness() -> Iterator[None]:
-    """Set random generators back in the end, of which a checkpoint reads and sets the state."""
+    """Reset random generators at the end; a checkpoint reads and sets their state."""
     state, own, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
@@ -502,35 +507,28 @@ def _restore_randomness() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
+# === Autocast, attention, dropout and kernels as on a GPU =============================================================
 @contextmanager
 def _act_as_gpu() -> Iterator[None]:
     """Let torch and this package do on the CPU what they do on a GPU, as far as memory goes (see the module)."""
     with ExitStack() as stack:
         library = stack.enter_context(scoped_library("aten", "IMPL"))
-        for names, policy in ((_IN_FP32, _in_fp32), (_IN_WIDEST, _in_widest)):
+        for names, choose in ((_IN_FP32, lambda tensors: torch.float32), (_IN_WIDEST, _find_widest)):
             for name in names:
                 if has_kernel(f"aten::{name}", "AutocastCUDA") and not has_kernel(f"aten::{name}", "AutocastCPU"):
                     packet, _, overload = name.partition(".")
                     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                    library.impl(name, policy(operation), "AutocastCPU")
+                    library.impl(name, functools.partial(_cast_and_call, operation, choose), "AutocastCPU")
         library.impl("scaled_dot_product_attention", _attend, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         stack.enter_context(_launch_nothing())
         yield
 
 
-def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_cast_and_call, operation, lambda tensors: torch.float32)
-
-
-def _in_widest(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_cast_and_call, operation, _find_widest)
-
-
 def _cast_and_call(
     operation: Callable[..., Any], choose: Callable[[list[Tensor]], torch.dtype], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call an operation as autocast does whose arguments of fewer bits it casts."""
+    """Call an operation as autocast does, with 16-bit arguments cast to a wider type."""
     floating = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _is_narrow(leaf)]
     wide = choose([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
     torch.set_autocast_enabled(_AUTOCAST, False)
@@ -561,7 +559,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what fused attention does: its flash kind of 16-bit values without a mask, or the memory-efficient one."""
+    """Return what fused attention returns: flash attention for 16-bit values without a mask, else memory-efficient."""
     if attn_mask is None and _is_narrow(query):
         results = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return cast(Tensor, results[0])
@@ -578,16 +576,16 @@ def _attend(
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """Return what dropout does on a GPU, which keeps a mask."""
+    """Return what dropout returns on a GPU, where it keeps a mask."""
     return torch.native_dropout(input, p, train)[0] if train and 0 < p < 1 else input
 
 
 @contextmanager
 def _launch_nothing() -> Iterator[None]:
-    """Let this package's layers take tensors without values for those of a GPU, and let the kernels do nothing.
+    """Let this package's layers treat tensors without values as those of a GPU, and let kernels do nothing.
 
-    In every module of the package the functions that ask for devices, modes and values have stand-ins meanwhile, and
-    so have its launch caches, since what is bound here must not be launched elsewhere.
+    Meanwhile stand-ins replace the functions that ask for devices, modes and values in every module of the package, and
+    its launch caches, since launches that are bound here must not run elsewhere.
     """
     stand_ins: list[tuple[Any, Any]] = [
         (len_torch_dispatch_stack, lambda: max(len_torch_dispatch_stack() - 1, 0)),
@@ -611,10 +609,10 @@ def _launch_nothing() -> Iterator[None]:
 
 
 def _make_kernel_stand_ins(stack: ExitStack) -> list[tuple[Any, Any]]:
-    """Return what stands in for what kernels ask of the GPU, and let them do nothing in this context."""
+    """Return stand-ins for what kernels ask of the GPU, and let kernels do nothing in this context."""
     kernels = importlib.import_module(f"{_PACKAGE}kernels")
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(module.name)  # or what a module imports later would be what is replaced now
+        importlib.import_module(module.name)  # a later import would bind the replaced functions
     launch, linear, sums = (sys.modules[f"{kernels.__name__}.{name}"] for name in ("launch", "linear", "sums"))
     stack.enter_context(_replace(launch.Launch, "__call__", lambda self, *tensors: None))
     machine = linear.Machine(MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY)

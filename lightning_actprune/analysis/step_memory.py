@@ -1,6 +1,6 @@
-"""What a training step has in use, from its begin to its end: counted on any device, measured on CUDA.
+"""What a training step has in use, from beginning to end: counted on any device, measured on CUDA.
 
-A step is cut at *moments*: where modules begin and end, where backward takes up a saved tensor, where a phase ends.
+A step is cut at *moments*: where modules begin and end, where backward reads a saved tensor, where a phase ends.
 
     M_i    most bytes in use since moment i-1, by the allocator; without one, the sum of what is counted at moment i
     A_i    bytes of the distinct storages that autograd keeps at moment i
@@ -10,12 +10,12 @@ The peak of the step is max M_i. If a fraction f of the activations were not kep
 
     P(f) = max_i ( M_i - f a_i )
 
-which stops falling where something else is the peak: gradients and optimizer state, say, or temporary tensors.
+which stops falling where something else is the peak, such as gradients and optimizer state, or temporary tensors.
 
-What autograd keeps is known without asking the allocator: saved-tensor hooks see each tensor when it is saved, a weak
-reference to what the graph has in its place tells when it is let go, and when backward takes it up the running node has
-the name of the operation. On CUDA the allocator is asked at each of these moments too, and its peak statistics are
-reset, so the peak of every interval is measured, temporary tensors included. That takes some 20 us a moment.
+What autograd keeps is known without the allocator. Saved-tensor hooks see each tensor when it is saved, a weak
+reference to what the graph holds in its place shows when it is released, and the running node names the operation when
+backward reads it. On CUDA the allocator is also read at each of these moments and its peak statistics are reset, so the
+peak of every interval is measured, including temporary tensors. That takes some 20 us per moment.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PHASES: tuple[Phase, ...] = "forward", "backward", "optimizer"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _RETAINERS_NAMED = 3
 LOSSES = "log_softmax", "nll_loss", "cross_entropy"
-"""What the names of operations begin with that keep log-probabilities, one for each class."""
+"""Prefixes of operations that keep log-probabilities, one for each class."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Retainer:
     """One who keeps a storage for backward.
 
     Args:
-        fqn: Name of the module that was running, ``""`` outside of all.
-        operator: What autograd calls the operation, in snake case (``native_layer_norm``); ``None`` if backward did not
-            take the tensor up.
+        fqn: Name of the running module, ``""`` outside of all modules.
+        operator: Autograd's name of the operation in snake case (``native_layer_norm``); ``None`` if backward did not
+            read the tensor.
     """
 
     fqn: str
@@ -84,8 +84,8 @@ class Retained:
         nbytes: Its size.
         packed: Whether it holds packed values.
         born: Index of the first moment at which it is kept.
-        freed: Index of the first moment at which it no longer is, ``None`` if it outlives the step.
-        retainers: All who keep it, in the order in which they saved it; it goes when the last of them lets go.
+        freed: Index of the first moment at which it is kept no more, ``None`` if it outlives the step.
+        retainers: All who keep it, in the order in which they saved it; it is freed when the last of them releases it.
         covered: Whether it holds packed values, or a converted layer keeps it.
     """
 
@@ -97,7 +97,7 @@ class Retained:
     covered: bool = False
 
     def is_kept_at(self, moment: int) -> bool:
-        """Return whether autograd keeps it at the moment of that index."""
+        """Return True if autograd keeps it at the moment of this index."""
         return self.born <= moment and (self.freed is None or moment < self.freed)
 
     @property
@@ -107,7 +107,7 @@ class Retained:
 
     @property
     def label(self) -> str:
-        """Names of the retainers, without repetitions."""
+        """Names of the retainers, without repetition."""
         labels = list(dict.fromkeys(retainer.label for retainer in self.retainers))
         more = len(labels) - _RETAINERS_NAMED
         return " + ".join(labels[:_RETAINERS_NAMED]) + (f" + {more} more" if more > 0 else "")
@@ -115,7 +115,7 @@ class Retained:
 
 @dataclass(frozen=True)
 class RetainerGroup:
-    """Storages with the same retainers, in corresponding modules: how many, and their bytes."""
+    """Number and bytes of storages with the same retainers in corresponding modules."""
 
     label: str
     packed: bool
@@ -125,16 +125,16 @@ class RetainerGroup:
 
 @dataclass
 class MemoryMoment:
-    """A moment of a step, and the interval since the last one.
+    """A moment of a step, and the interval since the previous one.
 
     Args:
-        phase: Part of the step that the interval belongs to.
-        fqn: Name of the module whose forward or backward ran in the interval, ``""`` outside of all.
+        phase: Phase of the interval.
+        fqn: Name of the module whose forward or backward ran in the interval, ``""`` outside of all modules.
         operator: The operation whose backward ran, ``None`` in a forward.
         gradient_bytes: Distinct storages of the parameters' gradients.
         optimizer_bytes: Distinct storages of the optimizers' state.
         used_bytes: Bytes in use by the allocator, ``None`` without one.
-        peak_bytes: Most bytes in use in the interval, ``None`` without an allocator to ask.
+        peak_bytes: Most bytes in use in the interval, ``None`` without an allocator.
     """
 
     phase: Phase
@@ -152,9 +152,9 @@ class StepMemory:
 
     Args:
         parameter_bytes: Distinct storages of parameters and buffers.
-        batch_bytes: Distinct storages of the batch that are no parameters.
-        moments: What was in use, in order; the first is the begin of the step.
-        retained: What autograd kept.
+        batch_bytes: Distinct storages of the batch that are not parameters.
+        moments: The moments in order; the first is the beginning of the step.
+        retained: The storages that autograd kept.
     """
 
     parameter_bytes: int
@@ -164,7 +164,7 @@ class StepMemory:
 
     @property
     def measured(self) -> bool:
-        """Whether an allocator was asked; counted bytes leave out temporary tensors."""
+        """Whether an allocator was read; counted bytes lack temporary tensors."""
         return any(moment.peak_bytes is not None for moment in self.moments)
 
     @functools.cached_property
@@ -174,20 +174,20 @@ class StepMemory:
 
     @functools.cached_property
     def activation_bytes(self) -> list[int]:
-        """Bytes that autograd keeps at each moment, those of packed values included."""
+        """Bytes that autograd keeps at each moment, including packed values."""
         return self._sum_over_time(self.retained)
 
     @functools.cached_property
     def interval_bytes(self) -> list[int]:
-        """Most bytes in use since the moment before, for each moment (M_i of the module)."""
+        """Most bytes in use since the previous moment, for each moment (M_i of the module)."""
         peaks = [moment.peak_bytes for moment in self.moments]
         return [sum(self._count_parts(i).values()) if peak is None else peak for i, peak in enumerate(peaks)]
 
     def peak_in(self, phase: Phase | None = None) -> int | None:
-        """Return the index of the moment whose interval has the peak of a phase, or of the step; ``None`` if empty."""
+        """Return the index of the moment with the peak of a phase, or of the step; ``None`` without moments."""
         if phase not in (None, *PHASES):
             raise ValueError(
-                f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is all."
+                f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is the whole step."
             )
         indices = [i for i, moment in enumerate(self.moments) if phase in (None, moment.phase)]
         return max(indices, key=self.interval_bytes.__getitem__, default=None)
@@ -199,12 +199,12 @@ class StepMemory:
 
     @property
     def forward_end(self) -> int:
-        """Index of the last moment before the first backward, where most is kept; of the last one without backward."""
+        """Index of the last moment before the first backward, where most is kept; without backward, the last one."""
         phases = [moment.phase for moment in self.moments]
         return (phases.index("backward") if "backward" in phases else len(phases)) - 1
 
     def bytes_without(self, fraction: float) -> list[int]:
-        """Return for each moment the most that M_i would be if that fraction of the activations were not kept."""
+        """Return the upper bound of M_i at each moment if this fraction of the activations were not kept."""
         check_share(fraction, "fraction")
         lowest = ends = self.activation_bytes
         if self.measured:
@@ -212,22 +212,22 @@ class StepMemory:
         return [round(m - fraction * a) for m, a in zip(self.interval_bytes, lowest, strict=True)]
 
     def peak_without(self, fraction: float) -> int:
-        """Return the most that the peak would be in bytes if that fraction of the activations were not kept."""
+        """Return the upper bound of the peak in bytes if this fraction of the activations were not kept."""
         return max(self.bytes_without(fraction), default=0)
 
     def parts(self, index: int) -> dict[str, int]:
-        """Return what the bytes in use in the interval before a moment were, by kind; they add up to M_i.
+        """Return the bytes in use in the interval before a moment by kind; they add up to M_i.
 
-        Named are the bytes at the interval's end; in a measured backward those at its begin, since an operation lets go
-        of its tensors only at its end.
+        These are the bytes at the end of the interval. In a measured backward they are those at its beginning, since an
+        operation releases its tensors only when it ends.
         """
         parts = self._count_parts(self._find_named_moment(index))
         return parts | {"other": max(self.interval_bytes[index] - sum(parts.values()), 0)}
 
     def logits_bytes(self, index: int) -> int:
-        """Return the bytes in the interval before a moment that are logits, or of a loss with one value for each.
+        """Return the bytes of logits, and of a loss with one value per logit, in the interval before a moment.
 
-        They are what such a loss keeps, and "other" of ``parts`` too where the loss itself runs.
+        They are what such a loss keeps, and also "other" of ``parts`` where the loss itself runs.
         """
         at, moment = self._find_named_moment(index), self.moments[index]
         of_loss = [storage for storage in self.retained if storage.is_of_loss]
@@ -236,11 +236,11 @@ class StepMemory:
         return saved + (self.parts(index)["other"] if runs else 0)
 
     def groups(self, index: int, *, uncovered: bool = False) -> list[RetainerGroup]:
-        """Return who keeps what at a moment, largest first, corresponding modules taken together.
+        """Return who keeps what at a moment, largest first, with corresponding modules in one group.
 
         Args:
             index: The moment.
-            uncovered: Whether to leave out what was packed, or converted layers keep.
+            uncovered: Whether to leave out packed values and what converted layers keep.
         """
         sizes_by_label: dict[tuple[str, bool], list[int]] = {}
         for storage in self.retained:
@@ -250,11 +250,11 @@ class StepMemory:
         return sorted(groups, key=lambda group: -group.nbytes)
 
     def series(self, operators: int = 5) -> dict[str, list[int]]:
-        """Return bytes at each moment by kind, those kept for backward by operation: what a stacked picture shows.
+        """Return bytes at each moment by kind, those kept for backward by operation: the data of a stacked picture.
 
         Args:
-            operators: How many operations are named, those with the most bytes over the step first; the others are
-                taken together. A storage with several retainers counts for the first.
+            operators: How many operations to name, those with the most bytes over the step; the others share one entry.
+                A storage with several retainers counts for the first.
         """
         parts = [self._count_parts(index) for index in range(len(self.moments))]
         names = "parameters", "optimizer state", "gradients", "batch", "packed tensors"
@@ -272,7 +272,8 @@ class StepMemory:
     def to_rows(self) -> list[dict[str, str | int | None]]:
         """Return the moments as flat rows: ``pandas.DataFrame(step.to_rows())`` is a table.
 
-        ``activation_bytes`` is what autograd keeps, ``packed_bytes`` included; ``interval_bytes`` is M_i of the module.
+        ``activation_bytes`` is what autograd keeps, including ``packed_bytes``; ``interval_bytes`` is M_i of the
+        module.
         """
         columns = zip(self.activation_bytes, self.packed_bytes, self.interval_bytes, strict=True)
         same = {"parameter_bytes": self.parameter_bytes, "batch_bytes": self.batch_bytes}
@@ -282,7 +283,7 @@ class StepMemory:
         ]
 
     def _find_named_moment(self, index: int) -> int:
-        """Return the moment whose bytes are named for the interval before ``index``."""
+        """Return the moment whose bytes describe the interval before ``index``."""
         return index - 1 if self.measured and self.moments[index].phase == "backward" and index > 0 else index
 
     def _count_parts(self, index: int) -> dict[str, int]:
@@ -309,21 +310,22 @@ class StepMemory:
         return totals
 
 
+# === The recorder =====================================================================================================
 class StepMemoryRecorder(SavedTensorRecorder):
     """Record what is in use over the step that runs inside this context.
 
-    The step begins with its forward; ``mark`` tells where backward and the optimizer begin. A backward that nobody
-    marks begins where it takes up its first tensor, a further forward with the call of a module. Nothing is kept alive.
-    Tensors on other devices do not count; what saved-tensor hooks around this context put elsewhere, such as those of
-    ``save_on_cpu``, counts as if it stayed. Inside ``torch.compile``d modules moments are only those of their saved
-    tensors, which are all credited to the module that calls the compiled one.
+    The step begins with its forward; call ``mark`` where backward and the optimizer begin. A backward without a mark
+    begins where it reads its first tensor, another forward begins with the call of a module. Nothing is kept alive.
+    Tensors on other devices do not count; what saved-tensor hooks around this context move elsewhere, such as those of
+    ``save_on_cpu``, counts as if it stayed. Inside ``torch.compile``d modules there are moments only for their saved
+    tensors, which all count for the module that calls the compiled one.
 
     Args:
-        model: The module whose step it is.
-        batch: Whatever holds the step's input tensors.
-        optimizers: Those whose state counts.
-        device: Where memory is looked at; by default the device of the first parameter, or the CPU.
-        allocator: Returns the bytes in use now, and the most since it was asked last; by default that of CUDA.
+        model: The module that the step trains.
+        batch: Holds the step's input tensors.
+        optimizers: Optimizers whose state counts.
+        device: Device whose memory counts; by default that of the first parameter, or the CPU.
+        allocator: Returns the bytes in use now, and the most since its last call; by default that of CUDA.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -377,7 +379,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
                     register: Any = parameter.register_post_accumulate_grad_hook
                     handle = register(self._on_gradient)
                     self._gradient_hooks.append(handle)
-            self._ask_allocator()  # whose peak so far is not this step's
+            self._ask_allocator()  # its peak so far is not of this step
             self.moment()
         except BaseException:
             self.close()
@@ -390,22 +392,21 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self.close()
 
     def close(self) -> None:
-        """Stop recording; what was recorded stays."""
+        """Stop recording; the record stays."""
         if self._on_unpack in unpack_listeners:
             unpack_listeners.remove(self._on_unpack)
-            for handle in self._gradient_hooks:
-                handle.remove()
-            self._gradient_hooks.clear()
+            while self._gradient_hooks:
+                self._gradient_hooks.pop().remove()
             self._graph.clear()
         super().close()
 
     def mark(self, phase: Phase) -> None:
-        """Say that this phase begins."""
+        """Begin this phase."""
         self.moment()
         self._phase, self._taken_up = phase, ("", None)
 
     def moment(self) -> None:
-        """Note what is in use now, gradients and optimizer state looked up anew."""
+        """Record what is in use now, with gradients and optimizer state read again."""
         self._gradients.clear()
         self._gradient_bytes = 0
         for parameter in self._model.parameters():
@@ -415,13 +416,13 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._add_moment("" if not self._running else self._names[self._running[-1][0]], None)
 
     def result(self) -> StepMemory:
-        """Return what was recorded so far."""
+        """Return the record so far."""
         parameters = self._sum_bytes((*self._model.parameters(), *self._model.buffers()))
         batch = sum(nbytes for key, nbytes in self._sizes.items() if key not in self._parameters)
         return StepMemory(parameters, batch, list(self._moments), list(self._retained.values()))
 
     def _enter(self, module: nn.Module, call: Any) -> None:
-        # A further forward in the same step, such as that of a second optimizer; not one that a checkpoint runs again.
+        # Another forward in the same step, such as that of a second optimizer; not one that a checkpoint runs again.
         if self._phase != "forward" and not backward_runs():
             self.mark("forward")
         self._add_forward_moment()
@@ -461,7 +462,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._add_moment(*self._taken_up)
         node = current_autograd_node()
         operator = None if node is None else operator_name(node.name())
-        # Of several who saved one object, the last one that has not taken it up yet does so now.
+        # If several have saved this object, the last of those that have not read it yet reads it now.
         ahead = [(key, index) for key, index in entry.saved if self._retained[key].retainers[index].operator is None]
         for key, index in dict(ahead or entry.saved).items():
             retainers = self._retained[key].retainers
@@ -492,7 +493,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._moments.append(MemoryMoment(self._phase, fqn, operator, *sizes, *self._ask_allocator()))
 
     def _ask_allocator(self) -> tuple[int | None, int | None]:
-        """Return the bytes in use now, and the most since the last time."""
+        """Return the bytes in use now, and the most since the last call."""
         if self._allocator is not None:
             return self._allocator()
         if self._device.type != "cuda":
@@ -510,10 +511,10 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
 
 class _InGraph:
-    """What the graph has in place of a tensor: tells when it lets go, and for whom it is kept."""
+    """What the graph holds in place of a tensor: when it is released, and for whom it is kept."""
 
     def __init__(self, value: Any, on_let_go: Callable[[int], None]) -> None:
         number = id(value)
         self.reference = weakref.ref(value, lambda _: on_let_go(number))
         self.saved: list[tuple[StorageWeakRef, int]] = []
-        """The storages behind it, each time it was saved, with the index among their retainers."""
+        """The storages behind it, one entry per save, with the index among their retainers."""

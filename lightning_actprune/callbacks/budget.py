@@ -1,15 +1,15 @@
-"""``memory_budget``: the setting whose step fits, found after the first two steps of a fit.
+"""``memory_budget``: find the setting whose step fits, after the first two steps of a fit.
 
-A fit begins with all blocks run again (``analysis.allocation``), which takes as little as any setting or nearly so. Its
-first step makes the optimizer's state; the second one, or as many batches as gradients are accumulated over, is
-measured, where there is an allocator to ask. Then steps of this model with this batch are simulated, corrected by what
-was measured, and the fit goes on with the setting that was found. Two steps later, when its own first batch was probed,
-a step is measured again: where it is more than 5 % off what was predicted, a warning says so, and where it is above the
-budget, predictions are corrected by that step, and the fit goes on with what fits by these and takes less.
+A fit begins with all blocks run again (``analysis.allocation``), the setting of the fewest bytes or nearly so. Its
+first step creates the state of the optimizer. The second step (with gradient accumulation, all its batches) is measured
+if there is an allocator to ask. Then steps of this model with this batch are simulated and corrected by the
+measurement, and the fit goes on with the setting they lead to. Two steps later, after the first batch of that setting
+was probed, a step is measured again. If it differs from the prediction by more than 5 %, a warning says so. If it
+exceeds the budget, the predictions are corrected by it, and the fit goes on with a setting that fits and takes less.
 
-Rank zero decides for all. A resumed fit goes on with what was decided before, unless torch may take less of the device
-now. Trials of tuners, such as those of ``BatchSizeFinder``, have the setting of the fewest bytes, and the fit after
-them decides with the batch that was found.
+Rank zero decides for all ranks. A resumed fit keeps the decision of its checkpoint, unless torch may take less of the
+device now. Trials of tuners such as ``BatchSizeFinder`` use the setting of the fewest bytes, and the fit after them
+decides with the batch that they found.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ from lightning_actprune.callbacks.fit import run_check
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
 from lightning_actprune.operators.containers import map_tensors
-from lightning_actprune.report import ConversionReport
+from lightning_actprune.report import MIB, ConversionReport
 
 OFF = 0.05
-"""Share of the predicted peak by which a measured one may be off without a warning."""
+"""Relative difference between predicted and measured peak up to which there is no warning."""
 FILLED = 0.85
 """Share of torch's memory that tensors may fill. At the largest batch that fits, they fill 63 to 98 %
 (``benchmarks/results/batch_size.json``), and gaps between them take the rest. A model with few large tensors leaves
 more gaps."""
-_MIB = 2**20
 
 
 class MemoryBudget:
@@ -56,7 +55,7 @@ class MemoryBudget:
 
     Args:
         budget: Bytes, or a fraction of the dense model's peak.
-        base: What the user's arguments say.
+        base: The user's arguments.
     """
 
     def __init__(self, budget: float, base: Config) -> None:
@@ -64,15 +63,15 @@ class MemoryBudget:
         self.forget()
 
     def forget(self) -> None:
-        """Begin with the setting of the fewest bytes."""
+        """Start again with the setting of the fewest bytes."""
         self._allocator: Allocator | None = None
         self.number: int | None = None
-        """Of the setting that was chosen, ``None`` before that."""
+        """Number of the chosen setting, ``None`` before the choice."""
         self._off = 0
         self._cap = inf
         self._ends_at: int | None = None
-        self._waits: int | None = None
-        self._checked = False
+        self._starts_at: int | None = None
+        self._is_final = False
 
     def begin(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Begin a fit."""
@@ -80,28 +79,28 @@ class MemoryBudget:
         self.forget()
 
     def config(self, model: nn.Module) -> Config | None:
-        """Return the configuration of now, ``None`` if all stays dense."""
-        # The path of modules that may still be made.
-        allocator = self._allocator or self._allocator_of(model, _refuse_to_simulate)
+        """Return the current configuration, ``None`` if all stays dense."""
+        # Modules may still be added, so the path of a new allocator is not stored.
+        allocator = self._allocator or self._make_allocator(model, _refuse_to_simulate)
         return allocator.config(self.number or 0)
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
-        """Begin to measure where the last step of those to wait for has ended.
+        """Start to measure once the steps to wait for are over.
 
         Raises:
             MisconfigurationException: In the first batch, if a step cannot be simulated.
         """
-        if self._waits is None:  # for the first step, which makes optimizer state and is probed, also of a resumed fit
-            self._waits = trainer.global_step + 1
+        if self._starts_at is None:  # skip the first step, which is probed and creates optimizer state
+            self._starts_at = trainer.global_step + 1
             if self.number is None:
                 _by_rank_zero(trainer, lambda: bool(_Simulated(trainer, model, batch)(None)))
-        if self._ends_at is None and trainer.global_step >= self._waits and not self._checked:
+        if self._ends_at is None and trainer.global_step >= self._starts_at and not self._is_final:
             self._ends_at = trainer.global_step + 1
             if model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(model.device)
 
     def batch_ends(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> Allocation | None:
-        """Return a setting that is to take the place of the one that was measured, ``None`` if it stays."""
+        """Return a setting that replaces the measured one, ``None`` if that stays."""
         if self._ends_at is None or trainer.global_step < self._ends_at:
             return None
         on_gpu = model.device.type == "cuda"
@@ -112,54 +111,54 @@ class MemoryBudget:
         else:
             allocation = self._correct(trainer, measured)
         self.number = allocation.number
-        self._waits = trainer.global_step + 1  # whose first batch is probed
+        self._starts_at = trainer.global_step + 1  # skip the step whose first batch is probed
         return None if allocation.number == before else allocation
 
     @property
     def is_settled(self) -> bool:
-        """Whether what was chosen will not change any more."""
-        return self._checked
+        """Whether the choice is final."""
+        return self._is_final
 
     @property
     def allocation(self) -> Allocation | None:
-        """What was chosen, ``None`` before that, or where it was chosen in an earlier run."""
+        """The choice; ``None`` before it, and if an earlier run made it."""
         if self._allocator is None or self.number is None or not self._allocator.has_simulated(self.number):
             return None
         return self._allocator.allocation(self.number, self._off)
 
     def describe(self, allocation: Allocation) -> str:
-        """Return in a sentence what was chosen."""
+        """Return the choice in a sentence."""
         assert self._allocator is not None
         share = allocation.peak_bytes / (allocation.dense.peak_bytes + self._off)
         return (
             f"Memory budget: {self._allocator.path.describe(allocation.number)}; predicted step peak "
-            f"{allocation.peak_bytes / _MIB:,.0f} MiB, {share:.0%} of the dense one."
+            f"{allocation.peak_bytes / MIB:,.0f} MiB, {share:.0%} of the dense one."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was chosen, fit for a checkpoint."""
+        """Return the choice for a checkpoint."""
         allocator, number = self._allocator, self.number
         rules = None if allocator is None or number is None else allocator.path.rules(number)
         return {"budget": self._budget, "number": number, "setting": repr(rules), "cap": self._cap}
 
     def load_state_dict(self, state: Mapping[str, Any], model: pl.LightningModule) -> None:
-        """Go on with what was chosen before, for the same budget and blocks; what that takes was seen then."""
+        """Restore the choice of a checkpoint, if it was made for the same budget and blocks."""
         number, cap = state.get("number"), state.get("cap", inf)
-        allocator = self._allocator_of(model, _refuse_to_simulate)
+        allocator = self._make_allocator(model, _refuse_to_simulate)
         if state.get("budget") != self._budget or number is None or number >= len(allocator.path):
             return
         if model.trainer.strategy.broadcast(_cap(self._budget, model.device) < cap):
             return
         if repr(allocator.path.rules(number)) == state.get("setting"):
-            self.number, self._cap, self._checked, self._allocator = number, cap, True, allocator
+            self.number, self._cap, self._is_final, self._allocator = number, cap, True, allocator
 
     def end(self) -> None:
-        """Let go of what the fit was simulated with; what was chosen stays, for a checkpoint."""
+        """Release what steps were simulated with; the choice stays, for a checkpoint."""
         if self._allocator is not None:
             self._allocator.release(_refuse_to_simulate)
 
     def _choose(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, measured: int | None) -> Allocation:
-        allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))
+        allocator = self._allocator = self._make_allocator(model, _Simulated(trainer, model, batch))
         if measured is not None:
             self._off = measured - allocator.step(0).peak_bytes
         self._cap = _cap(self._budget, model.device)
@@ -168,12 +167,12 @@ class MemoryBudget:
         if allocation.peak_bytes > self._cap:
             rank_zero_warn(
                 f"ActivationPruning(memory_budget=...) finds no setting that takes at most {FILLED:.0%} of what torch "
-                f"may take of the device, {self._cap / _MIB:,.0f} MiB: the least is "
-                f"{allocation.peak_bytes / _MIB:,.0f} MiB. HINT: the fit may run out of memory; take a smaller batch."
+                f"may take of the device, {self._cap / MIB:,.0f} MiB: the least is "
+                f"{allocation.peak_bytes / MIB:,.0f} MiB. HINT: the fit may run out of memory; use a smaller batch."
             )
         return allocation
 
-    def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
+    def _make_allocator(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
         base = self._base
         return Allocator(model, simulated, "max", dict(base.rules or {}), base.sparsity, base.block_size)
 
@@ -181,13 +180,13 @@ class MemoryBudget:
         assert self._allocator is not None
         assert self.number is not None
         allocation = self._allocator.allocation(self.number, self._off)
-        self._checked = True
+        self._is_final = True
         if measured is None:
             return allocation
         if abs(measured - allocation.peak_bytes) > OFF * allocation.peak_bytes:
             rank_zero_warn(
                 "ActivationPruning(memory_budget=...) predicted a step peak of "
-                f"{allocation.peak_bytes / _MIB:,.0f} MiB, and {measured / _MIB:,.0f} MiB were measured. HINT: leave a "
+                f"{allocation.peak_bytes / MIB:,.0f} MiB, and {measured / MIB:,.0f} MiB were measured. HINT: leave a "
                 "margin in the budget if batches differ in size, or if a step runs more than training_step."
             )
         off = self._off + measured - allocation.peak_bytes
@@ -196,23 +195,23 @@ class MemoryBudget:
             return allocation
         self._off = off
         number = _by_rank_zero(trainer, lambda: self._below(allocation, limit - off))
-        self._checked = number == allocation.number
-        if self._checked:
+        self._is_final = number == allocation.number
+        if self._is_final:
             rank_zero_warn(
-                f"ActivationPruning(memory_budget=...): no setting takes less, and a step takes {measured / _MIB:,.0f} "
-                f"MiB, where {limit / _MIB:,.0f} MiB are allowed. HINT: raise the budget, or take a smaller batch."
+                f"ActivationPruning(memory_budget=...): a step takes {measured / MIB:,.0f} MiB, more than the allowed "
+                f"{limit / MIB:,.0f} MiB, and no setting takes less. HINT: raise the budget, or use a smaller batch."
             )
         return self._allocator.allocation(number, self._off)
 
     def _below(self, allocation: Allocation, limit: float) -> int:
-        """Return the last setting within a limit, that of ``found`` if none takes less."""
+        """Return the last setting within a limit, or the current one if none takes less."""
         assert self._allocator is not None
         number = self._allocator.last_within(limit)
         return number if self._allocator.step(number).peak_bytes < allocation.step.peak_bytes else allocation.number
 
 
 def _by_rank_zero(trainer: pl.Trainer, decide: Callable[[], int]) -> int:
-    """Return what rank zero decides; an error of its own is one of all ranks, which wait for it."""
+    """Return the decision of rank zero; if it raises, all ranks raise, since they wait for it."""
     result: int | MisconfigurationException = 0
     if trainer.is_global_zero:
         try:
@@ -226,7 +225,7 @@ def _by_rank_zero(trainer: pl.Trainer, decide: Callable[[], int]) -> int:
 
 
 def _cap(budget: float, device: torch.device) -> float:
-    """Return the bytes that tensors may take of a device, infinity where the user has said it all in bytes."""
+    """Return the bytes that tensors may take of a device, infinity if the user gave the budget in bytes."""
     if device.type != "cuda":
         return inf
     share = torch.cuda.get_per_process_memory_fraction(device)
@@ -235,13 +234,14 @@ def _cap(budget: float, device: torch.device) -> float:
     return FILLED * share * torch.cuda.get_device_properties(device).total_memory
 
 
+# === Simulated steps of a module that is being trained ================================================================
 class _Simulated:
-    """Simulates steps of a module that is being trained.
+    """Simulates steps of a module in training.
 
     Args:
-        trainer: Whose precision counts.
+        trainer: Its precision and optimizers are used.
         model: The module, converted or not.
-        batch: What a step gets.
+        batch: The batch of a step.
     """
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
@@ -252,7 +252,7 @@ class _Simulated:
         self._twin: nn.Module = model
 
     def __call__(self, config: Config | None) -> StepMemory:
-        """Return the step under a configuration, of the dense model for ``None``."""
+        """Return the step under a configuration; ``None`` is the dense model."""
 
         def prepare(twin: nn.Module) -> ConversionReport | None:
             self._twin = twin
@@ -276,30 +276,29 @@ class _Simulated:
         except NoValuesError as error:
             raise MisconfigurationException(
                 f"`memory_budget` needs a training step that runs without values, and that of "
-                f"{type(self._model).__name__} does not: {str(error).partition(' HINT:')[0]} HINT: keep what looks at "
-                "values out of training_step, or choose a preset in place of a budget; `allocate` takes a loss of your "
-                "own."
+                f"{type(self._model).__name__} does not: {str(error).partition(' HINT:')[0]} HINT: read no values in "
+                "training_step, or choose a preset instead of a budget; `allocate` takes a loss of your own."
             ) from error
-        except Exception as error:  # whatever a training step raises
+        except Exception as error:  # any error of a user's training step
             raise MisconfigurationException(
                 f"`memory_budget` cannot simulate a step of {type(self._model).__name__}: {type(error).__name__}: "
-                f"{error} HINT: choose a preset in place of a budget."
+                f"{error} HINT: choose a preset instead of a budget."
             ) from error
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         try:
             [optimizer] = _find_optimizers(self._twin.configure_optimizers())  # type: ignore[operator]
-            optimizer.step()  # there are no gradients: it does nothing, or asks for a closure
-        except Exception:  # also of several, and of one that asks the trainer
+            optimizer.step()  # without gradients it does nothing, or asks for a closure
+        except Exception:  # several optimizers, or one that reads the trainer
             return _OptimizerLike(parameters, self._model, self._optimizers)
         return optimizer
 
 
 class _OptimizerLike(Optimizer):
-    """An optimizer with a state of the size that other ones have, or will have: a history counts in full.
+    """An optimizer whose state is as large as that of the model's optimizers; a history counts at its full length.
 
     Args:
-        parameters: Those of a copy of the model.
+        parameters: Parameters of a copy of the model.
         model: The model.
         optimizers: Its optimizers.
     """
@@ -313,7 +312,7 @@ class _OptimizerLike(Optimizer):
         self._states = [states.get(id(parameter), {}) for parameter in trained]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state where it is missing."""
+        """Create the state where it is missing."""
         for parameter, like in zip(self.param_groups[0]["params"], self._states, strict=True):
             if not self.state[parameter]:
                 self.state[parameter] = {
@@ -324,7 +323,7 @@ class _OptimizerLike(Optimizer):
 
 
 def _list_tensors(value: Any, history: int) -> list[torch.Tensor]:
-    """Return the tensors of an entry of an optimizer's state, of a history as many as it can have."""
+    """Return the tensors in an entry of optimizer state; a history counts at its full length."""
     if isinstance(value, torch.Tensor):
         return [value]
     tensors = [each for each in value if isinstance(each, torch.Tensor)] if isinstance(value, list | tuple) else []
@@ -332,7 +331,7 @@ def _list_tensors(value: Any, history: int) -> list[torch.Tensor]:
 
 
 class _Numbers:
-    """Stands for the trainer of a copy of a module: it has the numbers, texts and flags of ``trainer`` and no more."""
+    """Replaces the trainer of a copied module: it has only the numbers, texts and flags of ``trainer``."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._of = trainer
@@ -350,7 +349,7 @@ def _find_lightning_modules(model: nn.Module) -> list[pl.LightningModule]:
 
 @contextmanager
 def _without_trainer(model: nn.Module) -> Iterator[None]:
-    """Take the trainer off a module and those in it, of which a copy would take it along."""
+    """Detach the trainer from a module and those in it, so that a copy does not contain it."""
     before = [(module, module._trainer) for module in _find_lightning_modules(model)]
     for module, _ in before:
         module._trainer = None
@@ -362,7 +361,7 @@ def _without_trainer(model: nn.Module) -> Iterator[None]:
 
 
 def _drop_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a simulation needs of a tensor of the batch."""
+    """Return a tensor of the batch without memory, or with the values that a simulation needs."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return tensor
     if has_known_values(tensor):
@@ -372,7 +371,7 @@ def _drop_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_optimizers(value: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in what ``configure_optimizers`` returns."""
+    """Yield the optimizers in the result of ``configure_optimizers``."""
     if isinstance(value, Optimizer):
         yield value
     elif isinstance(value, Mapping):
@@ -383,7 +382,7 @@ def _find_optimizers(value: Any) -> Iterator[Optimizer]:
 
 
 def _leave_out_metrics(twin: nn.Module) -> None:
-    """Let metrics and logging of a copy do nothing: they look at values, or for a trainer."""
+    """Make metrics and logging of a copy do nothing, since they read values or a trainer."""
     for module in twin.modules():
         if isinstance(module, Metric):
             vars(module).update(dict.fromkeys(("forward", "update", "compute"), lambda *_, **__: torch.zeros(())))
@@ -392,28 +391,28 @@ def _leave_out_metrics(twin: nn.Module) -> None:
 
 
 def _refuse_to_simulate(config: Config | None) -> StepMemory:
-    raise AssertionError("Nothing is simulated before a batch is there.")
+    raise AssertionError("No step can be simulated without a batch.")
 
 
 def _check_surroundings(trainer: pl.Trainer, model: pl.LightningModule, budget: float) -> None:
-    """Raise where a budget means nothing or cannot be kept."""
+    """Raise where a budget cannot be kept."""
     run_check(check_precision, str(trainer.precision))
     if not model.automatic_optimization:
         raise MisconfigurationException(
-            f"`memory_budget` cannot work with manual optimization, as of {type(model).__name__}: a training_step that "
+            f"`memory_budget` cannot work with the manual optimization of {type(model).__name__}: a training_step that "
             "steps optimizers cannot be simulated. HINT: choose a preset, or use `allocate` with a loss of your own."
         )
     strategy = trainer.strategy
-    # DeepSpeed's is one of DDP for Lightning.
+    # Lightning derives DeepSpeed's strategy from DDP's.
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         raise MisconfigurationException(
-            f"`memory_budget` cannot work with {type(strategy).__name__}, which decides itself when parameters are "
-            "there. HINT: choose a preset, or train on one device or with DDP."
+            f"`memory_budget` cannot work with {type(strategy).__name__}, which loads and frees parameters itself. "
+            "HINT: choose a preset, or train on one device or with DDP."
         )
     if strategy.root_device.type == "cuda" and isinstance(budget, int):
         capacity = torch.cuda.get_device_properties(strategy.root_device).total_memory
         if budget > capacity:
             raise MisconfigurationException(
-                f"`memory_budget` must be at most what the device has, {capacity / _MIB:,.0f} MiB, got "
-                f"{budget / _MIB:,.0f} MiB. HINT: 0.9 of it leaves room for what CUDA itself takes."
+                f"`memory_budget` must be at most what the device has, {capacity / MIB:,.0f} MiB, got "
+                f"{budget / MIB:,.0f} MiB. HINT: 0.9 of it leaves room for CUDA itself."
             )

@@ -1,9 +1,10 @@
-"""What compiled code keeps in a fit: layers say how, and a pass over the compiler's graphs packs it (``compiled``)."""
+"""Compiled code in a fit: layers carry marks, and a pass over the compiler's graphs packs by them (``compiled``)."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.compiled.install import CompiledPacking, why_not
@@ -12,9 +13,9 @@ from lightning_actprune.operators.hooks import eager_modules
 
 
 class CompiledLayers:
-    """Lets compilers that trace layers of a fit see dense ones with marks, while a pass is there that packs by them.
+    """Shows compilers the layers of a fit as dense ones with marks while the pass that packs by them is installed.
 
-    Where no such pass runs, they see the operators that pack in eager mode.
+    Without the pass, compilers see the operators that pack in eager mode.
 
     Args:
         owner: Who converts the layers.
@@ -25,11 +26,11 @@ class CompiledLayers:
         self._packing: CompiledPacking | None = None
         self._reported = 0
         self.rows: list[Row] = []
-        """How each value is kept that backward reads in the graphs that were compiled in this fit or the last."""
+        """How compiled code keeps each value that backward reads, in the current or the last fit."""
 
     def begin(self, model: pl.LightningModule) -> None:
         """Install the pass when a fit begins."""
-        self.end()  # of a fit whose end it has not heard of
+        self.end()  # of a fit whose end it has missed
         reason = why_not()
         self.rows, self._reported = [], 0
         if reason is None:
@@ -37,11 +38,11 @@ class CompiledLayers:
             self.rows = self._packing.rows
         elif is_compiled(model):
             rank_zero_warn(
-                f"{reason} Layers pack by themselves, and the compiler keeps all that other operations save."
+                f"{reason} Layers pack by themselves, and the compiler keeps all tensors of other operations."
             )
 
     def mark(self, model: pl.LightningModule, weight_gradients: bool) -> None:
-        """Mark the layers, after each conversion.
+        """Mark the layers after a conversion.
 
         Args:
             model: The module that holds them.
@@ -51,9 +52,9 @@ class CompiledLayers:
             mark_layers(model, self._owner, weight_gradients=weight_gradients)
 
     def news(self, model: pl.LightningModule) -> list[Row]:
-        """Return how values are kept of which it is not known yet, after a step.
+        """Return the rows that are new since the last call; called after each step.
 
-        Should a compiler have left the marks in, layers are no longer marked, and the user is warned.
+        If a compiler has left marks in its graphs, remove them from the layers and warn the user.
         """
         if self._packing is None:
             return []
@@ -61,21 +62,21 @@ class CompiledLayers:
             self.end()
             unmark_layers(model, self._owner)
             rank_zero_warn(
-                "A compiler of this fit runs no pass over the graphs of forward and backward. Layers pack by "
-                "themselves in what it compiles from now on, and all that other operations save is kept. HINT: compile "
-                'with backend="inductor", the default.'
+                "A compiler of this fit runs no pass over the graphs of forward and backward. From now on layers pack "
+                "by themselves in compiled code, and it keeps all tensors of other operations. HINT: compile with "
+                'backend="inductor", the default.'
             )
         rows = self.rows[self._reported :]
         self._reported += len(rows)
         return rows
 
     def end(self) -> None:
-        """Take the pass out. Does nothing outside of a fit."""
+        """Remove the pass; does nothing outside of a fit."""
         if self._packing is not None:
             self._packing.close()
             self._packing = None
 
 
-def is_compiled(model: pl.LightningModule) -> bool:
-    """Return whether something in it is compiled."""
+def is_compiled(model: nn.Module) -> bool:
+    """Return True if some part of the model is compiled."""
     return eager_modules(model) != set(model.modules())

@@ -1,8 +1,8 @@
-"""``cuda_graphs=True``: the modules that ``training_step`` calls are replayed from CUDA graphs (``replay``).
+"""``cuda_graphs=True``: replay the modules that ``training_step`` calls from CUDA graphs (``replay``).
 
-Nothing happens before layers are kept as they will be for the rest of the fit. Then hooks show, in a few steps, the
-outermost modules that are called; the loss, metrics and logging stay Python. From the next step on, their calls are
-watched, captured and replayed.
+It starts once the settings of all layers are final. For a few steps hooks find the outermost modules that are called;
+the loss, metrics and logging stay in Python. From the next step on, calls of these modules are watched, captured and
+replayed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_actprune.callbacks.compiled import is_compiled
 from lightning_actprune.codec.private import FOR_REPLAYS, refusal
 from lightning_actprune.config import shortened
 from lightning_actprune.operators.base import Converted
@@ -27,18 +28,18 @@ from lightning_actprune.replay.module import ModuleReplay, ReplayedModule, repla
 from lightning_actprune.report import format_count
 
 SEARCH_STEPS = 3
-"""Steps in which the outermost modules are looked for: some fits train modules in turns."""
+"""Steps in which the outermost modules are searched, since some fits train modules in turns."""
 MAX_SILENT_STEPS = 40
-"""Steps after which a message says which modules are replayed, also if some are still watched."""
+"""Steps after which a message names the replayed modules, even if some are still being watched."""
 _STEP = "training_step"
 _COMPILED = 'compiled modules are left to the compiler; torch.compile(mode="reduce-overhead") replays them'
 
 
 class GraphedSteps:
-    """Replays the modules that ``training_step`` calls, and says which are replayed and why others are not."""
+    """Replays the modules that ``training_step`` calls, and reports which are replayed and why others are not."""
 
     recorder: ClassVar[type[Recorder]] = CudaRecorder
-    """Makes what captures the graphs of a module."""
+    """Captures the graphs of a module."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -74,7 +75,7 @@ class GraphedSteps:
         return ""
 
     def restart(self) -> None:
-        """Make all modules eager again, and search anew with the next batch."""
+        """Make all modules eager again, and search again from the next batch."""
         if self._search is not None:
             self._search.close()
         for module, _ in self._replays:
@@ -127,10 +128,10 @@ class GraphedSteps:
 
 
 class OutermostCalls:
-    """Find the modules with parameters that a training step calls, but not those that these call.
+    """Find the modules with parameters that a training step calls directly.
 
     Args:
-        model: The model; it is not one of them.
+        model: The model, which is not one of them.
     """
 
     def __init__(self, model: pl.LightningModule) -> None:
@@ -141,9 +142,8 @@ class OutermostCalls:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         trains = module.training and torch.is_grad_enabled() and not backward_runs()
@@ -157,7 +157,7 @@ class OutermostCalls:
 
 
 def zeroes_gradients(trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> bool:
-    """Return whether Lightning drops gradients in this batch; it does so after forward."""
+    """Return True if Lightning drops gradients in this batch; it does so after forward."""
     first = batch_idx % trainer.accumulate_grad_batches == 0
     return first and model.automatic_optimization and not is_overridden("optimizer_zero_grad", model)
 
@@ -168,7 +168,7 @@ def _find_hookable(model: nn.Module) -> set[nn.Module]:
 
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
-    """Return the reason to replay no module of a fit, or ""."""
+    """Return why no module of a fit is replayed, or ""."""
     if reason := refusal("A replay", FOR_REPLAYS):
         return reason
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -179,8 +179,8 @@ def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: boo
 
 
 def why_module_eager(module: nn.Module) -> str:
-    """Return the reason not to replay a module, or ""."""
-    if eager_modules(module) != set(module.modules()):
+    """Return why a module is not replayed, or ""."""
+    if is_compiled(module):
         return _COMPILED
     if isinstance(module, ReplayedModule):
         return "another callback replays it"
@@ -194,7 +194,7 @@ def why_module_eager(module: nn.Module) -> str:
 
 
 def describe_graphs(replayed: list[ModuleReplay], eager: dict[str, str]) -> str:
-    """Return which modules are replayed, and which are eager for which reason; "" for no modules."""
+    """Return which modules are replayed, and why others are eager; "" without modules."""
     parts = []
     if replayed:
         graphs, calls = sum(replay.graphs for replay in replayed), sum(replay.replays for replay in replayed)

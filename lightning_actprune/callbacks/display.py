@@ -1,4 +1,4 @@
-"""Tables beside Lightning's progress bars: how each layer is kept, and who keeps which bytes in a step."""
+"""Texts and tables of a fit: the settings of layers, and who keeps which bytes in a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lightning_actprune.report import (
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12
 _OUT_OF_REACH = 1 / 3
-"""Fraction of what a dense model keeps above which what nothing covers is named."""
+"""Share of what a dense model keeps from which on uncovered operations are named."""
 _LOGITS_ADVICE = (
     "Compute head and loss together, so that the logits are never held at once: by "
     "`torch.nn.functional.linear_cross_entropy` with `options` (torch 2.14 and newer), or by Liger's fused loss."
@@ -46,16 +46,16 @@ _ADVICE = (
     (("lstm", "gru", "rnn"), "Recurrent layers are not covered: shorter sequences keep less."),
     (tuple(f"({name}" for name in LOSSES), _LOGITS_ADVICE),
 )
-"""What can be done about operations by their names."""
+"""Advice by words in the names of operations."""
 _ANY_ADVICE = "A preset or a rule that covers these modules, or activation checkpointing, keeps less."
 _FRACTIONS = {0.5: "half", 1.0: "all"}
 _FULL = 0.999
-"""Fraction of what is kept at most from which on a moment of the forward is called its end."""
+"""Share of the most kept bytes from which on a moment of the forward counts as its end."""
 
 
 @rank_zero_only
 def show(trainer: pl.Trainer, *contents: RenderableType) -> None:
-    """Print ``contents`` on rank zero by the way that suits the progress bar in use."""
+    """Print ``contents`` on rank zero in the way that suits the progress bar."""
     bar = trainer.progress_bar_callback
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for content in contents:
@@ -63,20 +63,20 @@ def show(trainer: pl.Trainer, *contents: RenderableType) -> None:
             # Unlike the bar's own `print`, this also works while no bar is active.
             tqdm.write(as_text(content))
         elif isinstance(bar, RichProgressBar) or any(isinstance(each, RichModelSummary) for each in callbacks):
-            # The console that Lightning's bar draws on: a second one would garble it.
+            # The console that Lightning's bar draws on; a second one would garble it.
             get_console().print(content, markup=False)
         else:
             rank_zero_info(as_text(content))
 
 
 def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[str]:
-    """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
+    """Yield what the first batch has changed: layers that became dense, and layers that drop no block."""
     if decision.retained:
         is_one, remaining = len(decision.retained) == 1, len(report.converted)
         does, what, them = ("stays", "its input", "it") if is_one else ("stay", "their inputs", "them")
         yield (
             f"Activation pruning: {format_count(len(decision.retained), _name_kind(decision.retained))} {does} dense, "
-            f"since packing {what} would add memory (skip_retained=False packs {them} all the same); "
+            f"since packing {what} would add memory (skip_retained=False packs {them} anyway); "
             f"{remaining} {'is' if remaining == 1 else 'are'} converted. {describe_reasons(decision.retained)}."
         )
     if decision.idle:
@@ -96,13 +96,13 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
         text = ", ".join(places[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         yield (
             f"Activation pruning: {format_count(len(decision.spread), _name_kind(layers))} {does} no block, since the "
-            f"energy of {whose} is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all "
-            f"the same): {text}."
+            f"energy of {whose} is spread over all blocks (max_dropped_energy=1 in a rule lets {them} drop some "
+            f"anyway): {text}."
         )
 
 
 def tabulate_decision(decision: Decision) -> Iterator[Table]:
-    """Yield the same layer by layer."""
+    """Yield the same as tables, layer by layer."""
     if decision.retained:
         table = make_table("Layers that stay dense", "Layer", "Class ", "Kept ")
         add_layers(table, decision.retained, {})
@@ -118,7 +118,7 @@ def tabulate_decision(decision: Decision) -> Iterator[Table]:
 
 
 def describe_compiled(rows: Sequence[Row]) -> str:
-    """Return how much of what backward reads in compiled code is kept."""
+    """Return how much compiled code keeps of what backward reads."""
     dense, stored = (sum(getattr(row, of) for row in rows) for of in ("dense_bytes", "stored_bytes"))
     how = Counter(row.how for row in rows)
     parts = [f"{how[name]} {words}" for name, words in (("packed", "packed"), ("again", "computed again")) if how[name]]
@@ -129,7 +129,7 @@ def describe_compiled(rows: Sequence[Row]) -> str:
 
 
 def tabulate_compiled(rows: Sequence[Row]) -> Table:
-    """Return how the values are kept, those of one layer that are kept alike in one row."""
+    """Return a table of these values, those of one layer with the same settings in one row."""
     table = make_table("What compiled code keeps", "Layer or operation", "Kept ", "Dense MiB", "Stored MiB")
     for name, how, dense, stored in group_compiled(rows):
         table.add_row(name, how, mib(dense), mib(stored))
@@ -141,9 +141,9 @@ def _name_kind(layers: Iterable[LayerReport]) -> str:
 
 
 def describe_uncovered(report: MemoryReport) -> str:
-    """Return who keeps what nothing covers, and what can be done, if that is more than a third of the dense model.
+    """Return who keeps uncovered tensors, with advice, if these exceed a third of what the dense model keeps.
 
-    Or else the same of the logits, covered or not, if they are more than a third of what is kept or of the peak.
+    Otherwise return the same for the logits, covered or not, if they exceed a third of what is kept or of the peak.
     """
     step = report.step
     if step is None:
@@ -161,7 +161,7 @@ def describe_uncovered(report: MemoryReport) -> str:
     if shares and _LOGITS_ADVICE not in hints:
         hints.append(_LOGITS_ADVICE)
     return (
-        f"Kept as it is: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
+        f"Kept uncompressed: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
         f"{keepers}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
     )
 
@@ -172,7 +172,7 @@ def _describe_logits(step: StepMemory) -> str:
 
 
 def _describe_logits_shares(step: StepMemory) -> str:
-    """Return how much the logits are of what is kept and of the peak, where that is more than a third."""
+    """Return the share of the logits in what is kept and in the peak, where it exceeds a third."""
     peak = step.peak_in()
     if peak is None:
         return ""
@@ -180,7 +180,7 @@ def _describe_logits_shares(step: StepMemory) -> str:
     saved = sum(storage.nbytes for storage in step.retained if storage.is_of_loss and storage.is_kept_at(end))
     parts = (
         (saved, step.activation_bytes[end], "what is kept"),
-        (step.logits_bytes(peak), step.peak_bytes, "the peak, what the loss computes from them included"),
+        (step.logits_bytes(peak), step.peak_bytes, "the peak, including what the loss computes from them"),
     )
     shares = [
         f"{mib(part)} MiB ({percent(part / whole)}) of {what}"
@@ -191,7 +191,7 @@ def _describe_logits_shares(step: StepMemory) -> str:
 
 
 def describe_peak(step: StepMemory) -> str:
-    """Return where the peak is, and what it would at most be with fewer activations."""
+    """Return where the peak is, and an upper bound of it with fewer activations."""
     index = step.peak_in()
     if index is None:
         return ""
@@ -209,7 +209,7 @@ def describe_peak(step: StepMemory) -> str:
 
 
 def tabulate_step(step: StepMemory, epoch: int) -> Table:
-    """Return the bytes in use at the peak of each phase, by kind."""
+    """Return a table of the bytes in use at the peak of each phase, by kind."""
     indices = {phase: index for phase in PHASES if (index := step.peak_in(phase)) is not None}
     peak = step.peak_in()
     titles = [_TITLES[phase] + (" (peak)" if index == peak else "") for phase, index in indices.items()]
@@ -226,21 +226,19 @@ def tabulate_step(step: StepMemory, epoch: int) -> Table:
 
 
 def tabulate_keepers(step: StepMemory, epoch: int) -> Table:
-    """Return who keeps what at the end of the forward."""
+    """Return a table of who keeps what at the end of the forward."""
     groups = step.groups(step.forward_end)
     total = sum(group.nbytes for group in groups)
     table = make_table(
         f"Kept at the end of the forward, by who keeps it, epoch {epoch}", "Kept by", "Tensors", "MiB", "Share"
     )
     cut = _MOST_KEEPERS if len(groups) > _MOST_KEEPERS + 1 else len(groups)
-    for group in groups[:cut]:
-        label = group.label + (", packed" if group.packed else "")
-        table.add_row(label, str(group.count), mib(group.nbytes), percent(group.nbytes / total) if total else "-")
+    rows = [(group.label + (", packed" if group.packed else ""), group.count, group.nbytes) for group in groups[:cut]]
     if rest := groups[cut:]:
-        nbytes = sum(group.nbytes for group in rest)
-        count = sum(group.count for group in rest)
-        share = percent(nbytes / total) if total else "-"
-        table.add_row(f"... and {len(rest)} more", str(count), mib(nbytes), share)
+        count, nbytes = sum(group.count for group in rest), sum(group.nbytes for group in rest)
+        rows.append((f"... and {len(rest)} more", count, nbytes))
+    for label, count, nbytes in rows:
+        table.add_row(label, str(count), mib(nbytes), percent(nbytes / total) if total else "-")
     return table
 
 

@@ -1,18 +1,16 @@
 """Probe the first training batch of a fit for layers that are better kept in another way.
 
-Layers whose input is retained for backward anyway are turned dense, and those whose dropped blocks would hold too much
-of the input's energy drop none. Of those inside an activation checkpoint a warning tells: which of the two to leave out
-is the user's choice.
+Layers whose input is retained for backward anyway become dense. Layers whose dropped blocks would hold too much of the
+input's energy drop no block. A warning names layers inside an activation checkpoint, since the user has to decide which
+of the two to remove.
 
-The trials of Lightning's tuners have the layers that the fit will have. ``BatchSizeFinder`` and
-``LearningRateFinder`` run trials in ``on_fit_start``, without the callbacks of the Trainer.
-Hooks of the strategy are called there all the same, when training starts and when anything raises, so that a callback
-can join a trial, and clean up after one that fails before that. The first batch of the first trial is then probed in
-place of the first one of the fit, and what it shows holds for the trials that follow and for the fit. Of these no
-batch is probed, so each step of the fit keeps what a step of a trial keeps. Until then no layer drops a block that it
-may turn out not to drop, so the probed step keeps at least as much.
-
-The module's own hooks are left alone: it may be copied or pickled in a trial, and its hooks are its author's.
+``BatchSizeFinder`` and ``LearningRateFinder`` run trials in ``on_fit_start``, without the callbacks of the Trainer.
+Their trials use the same layers as the fit: hooks of the strategy are called there too, when training starts and when
+something raises, so a callback can join a trial, and clean up after one that fails earlier. The first batch of the
+first trial is probed instead of that of the fit, and its results hold for later trials and for the fit. These probe no
+batch, so a step of the fit keeps as much as a step of a trial. Until the probe no layer drops blocks that it may have
+to keep, so the probed step keeps at least as much. The module's own hooks are not changed: it may be copied or pickled
+in a trial.
 """
 
 from __future__ import annotations
@@ -43,13 +41,17 @@ from lightning_actprune.config import drops_blocks, shortened
 from lightning_actprune.operators.sites import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 
+_PATIENCE = 16
+"""Batches in which layers that just woke may keep nothing, for example in phases of one batch."""
+_IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
+
 
 class Decision(NamedTuple):
-    """What the first batch has shown and what was done about it.
+    """What the first batch has shown and changed.
 
     Args:
-        retained: Layers turned dense, since something else keeps their input.
-        spread: Share of the energy that was to be dropped, by the name of the layers that drop nothing for it.
+        retained: Layers that became dense, since something else keeps their input.
+        spread: Share of the energy that would be dropped, by name of the layers that therefore drop nothing.
         idle: Layers that are dense for now, since they have kept nothing yet.
     """
 
@@ -59,30 +61,30 @@ class Decision(NamedTuple):
 
 
 class Decisions:
-    """What first batches have shown of the layers, and for how long it holds."""
+    """Decisions of first batches about the layers, and how long they hold."""
 
     def __init__(self) -> None:
         self.layers: list[str] = []
-        """Names of the layers that were converted, whatever was decided of them."""
+        """Names of the converted layers, whatever was decided about them."""
         self.spread: dict[str, float] | None = None
-        """Share of the energy that was to be dropped, of the layers that drop none for it; ``None`` if not judged."""
-        self.retained: dict[str, str | None] | None = None
-        """Of the layers that were turned dense, what keeps their input; ``None`` if none was judged.
-
-        Without a reason are those that have kept nothing yet, which are dense until they do.
+        """Share of the energy that would be dropped, for layers that therefore drop nothing; ``None`` before a probe.
         """
+        self.retained: dict[str, str | None] | None = None
+        """Layers that became dense, with what keeps their input; ``None`` before a probe.
+
+        Layers without a reason have kept nothing yet and are dense until they do."""
         self.saved = Decided()
-        """How what operations save is kept that no layer is known for, which first forwards decide."""
+        """How tensors of other operations are kept, as first forwards decide."""
         self._decided: frozenset[str] = frozenset()
         self._trial_model: weakref.ref[nn.Module] | None = None
 
     def fit_begins(self, model: nn.Module) -> None:
-        """Forget all, unless it was decided in trials of ``model`` that no training has followed yet."""
+        """Forget all decisions, unless trials of ``model`` made them and no training has followed yet."""
         if self._trial_model is None or self._trial_model() is not model:
             self.forget()
 
     def forget(self) -> None:
-        """Forget all."""
+        """Forget all decisions."""
         self.spread, self.retained, self._decided, self._trial_model = None, None, frozenset(), None
 
     @property
@@ -91,39 +93,39 @@ class Decisions:
         return [name for name, reason in (self.retained or {}).items() if reason is None]
 
     def wake(self) -> None:
-        """Forget what was decided of layers that kept nothing."""
+        """Forget the decisions about layers that kept nothing."""
         self._decided -= set(self.idle)
         self.retained = {name: reason for name, reason in (self.retained or {}).items() if reason is not None}
 
     def end_with_the_fit(self) -> None:
-        """Let what was decided hold for this fit only."""
+        """Let decisions hold for this fit only."""
         self._trial_model = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_trial_model": None}  # a copy of the model is another one
 
     def filter_undecided(self, layers: Sequence[str]) -> list[str]:
-        """Return those of the named layers of which nothing is decided."""
+        """Return the layers without a decision."""
         return [name for name in layers if name not in self._decided]
 
     def add(self, decision: Decision, undecided: Sequence[str]) -> None:
-        """Take note of what was decided of the layers, but for those that are ``waiting``."""
+        """Record a decision about all layers that are not ``undecided``."""
         self.spread = (self.spread or {}) | decision.spread
         retained = {layer.fqn: layer.reason for layer in decision.retained}
         self.retained = (self.retained or {}) | retained | {layer.fqn: None for layer in decision.idle}
         self._decided |= set(self.layers).difference(undecided)
 
     def add_trial_of(self, model: nn.Module) -> None:
-        """Let what was decided hold for the next training of ``model``, in this fit or, after ``Tuner``, in another."""
+        """Let decisions hold for the next training of ``model``: in this fit or, after ``Tuner``, in another."""
         self._trial_model = weakref.ref(model)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be decided of the layers."""
+        """Whether every layer has a decision."""
         return bool(self.layers) and self._decided.issuperset(self.layers)
 
     def apply(self, model: nn.Module, report: ConversionReport) -> None:
-        """Change layers that were converted anew as it was decided."""
+        """Apply the decisions to layers that were converted again."""
         self.layers = [layer.fqn for layer in report.converted]
         self._change(model, report)
 
@@ -134,13 +136,13 @@ class Decisions:
         spread: dict[str, float],
         retained: dict[str, str | None] | None,
     ) -> Decision:
-        """Go on with what was decided before a checkpoint, and return it.
+        """Apply the decisions of a checkpoint and return them.
 
         Args:
             model: The module that holds the layers, all of them converted.
             report: The conversion.
-            spread: As it was.
-            retained: As it was; ``None`` if that is not known, so that a batch is still to show it.
+            spread: ``spread`` of the checkpoint.
+            retained: ``retained`` of the checkpoint; ``None`` if it is not there, so that a batch has to be probed.
         """
         self.spread, self.retained = spread, retained
         if retained is not None:
@@ -158,20 +160,21 @@ class Decisions:
 
 
 def check_any_left(report: ConversionReport) -> None:
-    """Raise if nothing is left to be kept in another way than by the dense model."""
+    """Raise if nothing is compressed any more."""
     if not report.converted and report.saved is None and not report.recomputed:
         raise MisconfigurationException(
             "No layer is left to convert: packing their inputs would add memory, or drop too much of them:\n"
-            f"{report.describe_skipped()}\nHINT: choose other layers with `rules`, take the callback out, or pack "
-            "all the same with `ActivationPruning(skip_retained=False)` or a higher `max_dropped_energy`."
+            f"{report.describe_skipped()}\nHINT: choose other layers with `rules`, remove the callback, or pack "
+            "anyway with `ActivationPruning(skip_retained=False)` or a higher `max_dropped_energy`."
         )
 
 
+# === The probe ========================================================================================================
 class FirstBatchProbe:
-    """Decides once, in the first training batch that runs a forward, which layers are left dense.
+    """Decides once, in the first training batch that runs a forward, which layers stay dense.
 
     Args:
-        skip_retained: Whether to turn retained layers dense; without it, nothing inside compiled modules is seen.
+        skip_retained: Whether retained layers become dense; if not, the probes see nothing inside compiled modules.
     """
 
     def __init__(self, skip_retained: bool) -> None:
@@ -184,36 +187,36 @@ class FirstBatchProbe:
         self._idle: IdleLayers | None = None
         self._added: AddedLayers | None = None
         self._any_rank_watches: bool | None = None
-        """Whether calls of idle layers count on any rank: then all of them ask each other in each batch."""
+        """Whether any rank watches calls of idle layers: then the ranks ask each other in each batch."""
         self._patience = 0
-        """Batches for which layers that were idle are waited for, if they keep nothing in the next one."""
+        """How many more batches to wait for layers that were idle, if they keep nothing in the next one."""
 
     @property
     def judges_energy(self) -> bool:
-        """Whether the next batch will show which layers drop nothing; not if a checkpoint has told."""
+        """Whether the next batch will show which layers drop nothing; a checkpoint may have said it."""
         return self._will_probe and self._will_probe_energy
 
     @property
     def waits(self) -> bool:
-        """Whether this batch is probed, or a later one will be."""
+        """Whether this batch or a later one will be probed."""
         return self._will_probe
 
     def ask(self, report: ConversionReport, sparsity: float) -> None:
-        """Probe the next batch for what is not known yet; nothing where no layer packs its input.
+        """Probe the next batch for decisions that are missing, if any layer packs its input.
 
         Args:
             report: The conversion.
-            sparsity: Highest sparsity that any of the layers will have.
+            sparsity: Highest sparsity that a layer will have.
         """
         keeps = [layer.keep for layer in report.converted if layer.keep is not None and drops_blocks([layer.operator])]
         packs = sparsity > 0 or any(keep.bits is not None for keep in keeps)
         self._will_probe = packs and not self.decisions.is_complete
         has_limit = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
-        is_known = self.decisions.spread is not None and self.decisions.retained is None  # by a checkpoint, in part
+        is_known = self.decisions.spread is not None and self.decisions.retained is None  # from a checkpoint, in part
         self._will_probe_energy = has_limit and sparsity > 0 and not is_known
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
-        """Return whether layers that kept nothing so far do from now on; they are to be converted and judged then."""
+        """Return True if idle layers, or new ones, keep their input from now on; convert and judge them then."""
         if self._added is None:
             self._added = AddedLayers(model)
         added = self._added.has_grown(model)
@@ -222,7 +225,7 @@ class FirstBatchProbe:
         if self._idle is None:
             self._idle = IdleLayers(model, self.decisions.idle)
         if self._any_rank_watches is None:
-            self._any_rank_watches = self._idle.watches  # of a checkpoint, which all ranks have read
+            self._any_rank_watches = self._idle.watches  # from a checkpoint, which all ranks have read
         awake = added or self._idle.is_awake()
         if self._any_rank_watches:
             awake = trainer.strategy.reduce_boolean_decision(awake, all=False)
@@ -246,7 +249,7 @@ class FirstBatchProbe:
             self._will_probe = False
         if not self._will_probe:
             return
-        self.decisions.saved.settled.clear()  # what is undecided, and so kept, would be held against layers
+        self.decisions.saved.settled.clear()  # tensors without a decision are kept, and would count as retained inputs
         self._recomputations = RecomputationProbe(model, eagerly=self._skip_retained)
         self._recomputations.__enter__()
         if self._will_probe_energy:
@@ -262,22 +265,21 @@ class FirstBatchProbe:
             self._retention.check_alive()
 
     def batch_ends(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
-        """Turn layers dense, or let them drop nothing; warn of those inside activation checkpoints.
+        """Make layers dense, or let them drop nothing; warn of those inside activation checkpoints.
 
-        Not before backward is over: a checkpointed region has to run there as it did in the forward. By then references
-        in Python show also for layers that kept their input themselves, at sparsity 0.
+        It waits for the end of backward, since a checkpointed region has to run there as in the forward. By then
+        references in Python also show for layers that kept their input themselves, at sparsity 0.
 
         Args:
-            trainer: Knows the other ranks.
+            trainer: Connects to the other ranks.
             model: The module that holds the layers.
-            report: The conversion, which is brought up to date.
+            report: The conversion, which is updated.
 
         Returns:
-            What was decided; ``None`` unless this was the batch that was probed.
+            The decision, ``None`` unless this batch was probed.
 
         Raises:
-            MisconfigurationException: If no layer is left to convert. The fit is one step old, and would go on to save
-                nothing.
+            MisconfigurationException: If no layer is left to convert; the rest of the fit would save nothing.
         """
         retention, energy, recomputations = self._retention, self._energy, self._recomputations
         if recomputations is None:
@@ -287,6 +289,7 @@ class FirstBatchProbe:
         self._close_probes()
         if not (retention or recomputations).ran:
             return None
+        # === Layers that become dense: their input is retained, or they kept nothing ===
         first = self.decisions.retained is None
         idle = [] if retention is None else self.decisions.filter_undecided(recomputations.idle)
         retained = [] if retention is None else retention.apply(report)
@@ -297,6 +300,7 @@ class FirstBatchProbe:
         self._end_watch()
         self._idle = IdleLayers(model, [layer.fqn for layer in asleep])
         self._any_rank_watches = trainer.strategy.reduce_boolean_decision(self._idle.watches, all=False)
+        # === Layers that drop nothing: the dropped blocks would hold too much energy ===
         spread: dict[str, float] = {}
         if energy is not None:
             energy.add_up(partial(sum_over_ranks, trainer))
@@ -305,6 +309,7 @@ class FirstBatchProbe:
             keep_blocks(model, report, spread)
         if first and not asleep:
             check_any_left(report)
+        # === Layers that run only inside a checkpoint: the user decides ===
         recomputed = set(self.decisions.filter_undecided(recomputations.recomputed))
         _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
         decision = Decision(retained, spread, asleep)
@@ -312,7 +317,7 @@ class FirstBatchProbe:
         return decision
 
     def stop(self) -> None:
-        """Close the probes, and watch no layers any more, whatever happened in the step."""
+        """Close the probes and stop watching layers, whatever happened in the step."""
         self._end_watch()
         self._close_probes()
         if self._added is not None:
@@ -324,11 +329,6 @@ class FirstBatchProbe:
             if probe is not None:
                 probe.close()
         self._retention = self._energy = self._recomputations = None
-
-
-_PATIENCE = 16
-"""Batches in which layers that have begun to keep something may keep nothing, as in phases of one batch."""
-_IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
 
 
 def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
@@ -343,24 +343,21 @@ def _warn_of_checkpoints(layers: Sequence[LayerReport]) -> None:
         noun = "layers" if any(layer.operator != "linear" for layer in layers) else "linear layers"
         rank_zero_warn(
             f"{len(layers)} converted {noun} run only inside an activation checkpoint: "
-            f"{shortened([layer.fqn for layer in layers])}. Of a checkpointed "
-            "region only the input is kept for backward, so packing there costs gradient quality and saves memory for "
-            "no longer than the region's own backward takes. HINT: leave these layers out with `rules={name: None}`, "
-            "or do not checkpoint them."
+            f"{shortened([layer.fqn for layer in layers])}. A checkpointed region keeps only its input for backward, "
+            "so packing there costs gradient quality and saves memory only during the region's own backward. HINT: "
+            "exclude these layers with `rules={name: None}`, or do not checkpoint them."
         )
 
 
 # === Trials of tuners =================================================================================================
-
-
 class TrialProbe(pl.Callback):
-    """Probes the first batch of a tuner's trials in place of a callback, which is not called there.
+    """Probes the first batch of a tuner's trials for a callback, which is not called there.
 
     Args:
-        owner: The callback; its ``on_exception`` is called also where a trial has replaced the list that it is in.
-        probe: What it probes a first batch with.
+        owner: The callback. Its ``on_exception`` is called even if a trial has replaced the list of callbacks.
+        probe: Probes the batch.
         begin: Called when trials begin.
-        end: Called at the end of each of their batches.
+        end: Called at the end of each batch of a trial.
     """
 
     def __init__(
@@ -373,7 +370,7 @@ class TrialProbe(pl.Callback):
         self._owner, self._probe, self._begin, self._end = owner, probe, begin, end
         self._undo: list[Callable[[], None]] = []
         self.ran = False
-        """Whether there were trials in this fit, which is still to begin: who loads a checkpoint is their tuner."""
+        """Whether trials have run before the fit begins: a checkpoint loaded in between belongs to the tuner."""
 
     def wait(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Join the trials of this fit from now on."""
@@ -392,7 +389,7 @@ class TrialProbe(pl.Callback):
         self._undo = [_extend_hook(strategy, "on_train_start", join), _extend_hook(strategy, "on_exception", clean_up)]
 
     def leave(self) -> bool:
-        """Join no more of them; close what one that ran out of memory has left open. Return whether there were any."""
+        """Stop joining trials, and clean up after one that ran out of memory. Return True if any ran."""
         ran, self.ran = self.ran, False
         for undo in self._undo:
             undo()
@@ -418,13 +415,13 @@ class TrialProbe(pl.Callback):
 
 
 def _extend_hook(strategy: Strategy, name: str, action: Callable[..., None]) -> Callable[[], None]:
-    """Let a hook of ``strategy`` do ``action`` too; return what ends that.
+    """Let a hook of ``strategy`` call ``action`` too; return a function that undoes it.
 
-    A hook that somebody else has put around it meanwhile stays, and what is inside then does nothing.
+    If another wrapper was put around the hook meanwhile, the hook stays inside it and does nothing more.
     """
     attributes, before, active = vars(strategy), vars(strategy).get(name), [True]
     original = getattr(strategy, name, None)
-    if original is None:  # of a later Lightning: nobody would call it
+    if original is None:  # missing in a later Lightning: nobody would call it
         return lambda: None
 
     def hook(*arguments: Any) -> None:

@@ -1,10 +1,10 @@
-"""What every callback of a fit needs: checks of its arguments, the fit that it is in, and warnings when that starts.
+"""What all callbacks share: checks of arguments, the fit that a callback is in, and warnings at its start.
 
-``verbose`` of ``False`` or 0 prints nothing, 1 the most important once a fit, ``True`` or 2 all there is, each epoch.
+``verbose``: ``False`` or 0 prints nothing, 1 the essentials once per fit, ``True`` or 2 everything, in each epoch.
 
-Lightning calls the hooks of a callback from whatever Trainer has it. A fit may run inside another, or beside it in
-another thread, and a callback may hear of the end of a validation that another Trainer runs meanwhile: what it has
-open, and has made of a model, belongs to the Trainer that began its fit.
+Lightning calls the hooks of a callback from every Trainer that has it. One fit may run inside another or in another
+thread, and a callback also sees the end of a validation that another Trainer runs meanwhile. So open contexts and
+changes to a model belong to the Trainer that began the fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Verbosity: TypeAlias = bool | Literal[0, 1, 2]
 
 
 def run_check(check: Callable[..., _Result], *arguments: Any, **keywords: Any) -> _Result:
-    """Return ``check(*arguments, **named)``, with errors of arguments as the exception of Lightning's callbacks."""
+    """Return ``check(*arguments, **keywords)``; argument errors become the exception of Lightning's callbacks."""
     try:
         return check(*arguments, **keywords)
     except (TypeError, ValueError) as error:
@@ -41,50 +41,48 @@ def run_check(check: Callable[..., _Result], *arguments: Any, **keywords: Any) -
 
 
 def check_verbose(value: Any) -> Verbosity:
-    """Return ``value`` if it says how much to print.
+    """Return ``value`` if it is a valid ``verbose``.
 
     Raises:
-        MisconfigurationException: If it does not.
+        MisconfigurationException: If it is not.
     """
     if isinstance(value, bool):
         return value
     if not isinstance(value, Integral) or value not in (0, 1, 2):
         raise MisconfigurationException(
-            f"`verbose` must be a bool, 0, 1 or 2, got {value!r}. HINT: 0 (or False) prints nothing, 1 the most "
-            "important once a fit, 2 (or True) all there is, in each epoch."
+            f"`verbose` must be a bool, 0, 1 or 2, got {value!r}. HINT: 0 (or False) prints nothing, 1 the essentials "
+            "once per fit, 2 (or True) everything, in each epoch."
         )
     return int(value)  # type: ignore[return-value]
 
 
 def is_detailed(verbose: Verbosity) -> bool:
-    """Return whether to print all there is."""
+    """Return True if everything is printed."""
     return verbose is True or verbose == 2  # `True == 1`
 
 
 # === The fit that a callback is in ====================================================================================
-
-
 class TrainerCallback(pl.Callback):
-    """A callback of a Trainer: it says so to Fabric, which would take it and call none of its hooks."""
+    """A callback for a Trainer. Fabric accepts it but calls none of its hooks, so it refuses Fabric."""
 
     without_trainer: ClassVar[str]
-    """What does the same in a loop."""
+    """What does the same in a training loop without a Trainer."""
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Refuse to be a callback of Fabric, which calls this when a module is set up."""
+        """Called by Fabric when a module is set up: refuse."""
         name = type(self).__name__
         raise MisconfigurationException(
             f"{name} is a callback of a Trainer, and Fabric calls none of its hooks, so it would do nothing. HINT: "
-            f"leave {name} out, and use {self.without_trainer}."
+            f"remove {name} and use {self.without_trainer}."
         )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Refuse the same where no module was set up together with its optimizer."""
+        """Called by Fabric if no module was set up together with its optimizer: refuse."""
         self.on_after_setup(strategy, optimizer)
 
 
 class CurrentFit:
-    """Knows the Trainer whose fit a callback is in."""
+    """The Trainer whose fit a callback is in."""
 
     def __init__(self) -> None:
         self._trainer: weakref.ref[pl.Trainer] | None = None
@@ -93,82 +91,80 @@ class CurrentFit:
         return {"_trainer": None}  # a copy of the callback is in no fit
 
     def begin(self, callback: pl.Callback, trainer: Any) -> None:
-        """Take note that a fit of ``trainer`` begins.
+        """Record that a fit of ``trainer`` begins.
 
         Raises:
-            MisconfigurationException: If the fit of another Trainer still runs, or it is one of another package.
+            MisconfigurationException: If a fit of another Trainer still runs, or ``trainer`` is from another package.
         """
         if not isinstance(trainer, pl.Trainer):
             name, package = type(callback).__name__, type(trainer).__module__.partition(".")[0]
             raise MisconfigurationException(
                 f"{name} is a callback of `lightning.pytorch`, and got a Trainer of `{package}`. HINT: import Trainer, "
-                f"LightningModule and callbacks from one package, `import lightning.pytorch as pl` in place of "
+                f"LightningModule and callbacks from one package, `import lightning.pytorch as pl` instead of "
                 f"`import {package} as pl`."
             )
         if self._runs_elsewhere(trainer):
             name = type(callback).__name__
             raise MisconfigurationException(
-                f"This {name} is in a fit of another Trainer, which still runs: one fit is inside the other, or they "
-                f"are in two threads. HINT: give each Trainer an {name} of its own."
+                f"This {name} is in a fit of another Trainer that still runs: one fit is inside the other, or they "
+                f"are in two threads. HINT: give each Trainer its own {name}."
             )
         self._trainer = weakref.ref(trainer)
 
     def end(self, trainer: pl.Trainer) -> bool:
-        """Return whether the fit is over when ``trainer`` ends what it does."""
+        """Return True if the fit is over when ``trainer`` ends what it does."""
         if self._runs_elsewhere(trainer):
             return False
         self._trainer = None
         return True
 
     def _runs_elsewhere(self, trainer: pl.Trainer) -> bool:
-        """Return whether the fit is one of another Trainer and not over.
+        """Return True if the fit belongs to another Trainer and is not over.
 
-        A callback may not have heard of its end: one that raises in `on_exception` keeps that from others.
+        The callback may have missed its end: a callback that raises in `on_exception` hides it from the others.
         """
         other = None if self._trainer is None else self._trainer()
         return other is not None and other is not trainer and other.state.status == TrainerStatus.RUNNING
 
 
 # === Warnings at the start of a fit ===================================================================================
-
-
 def warn_of_surroundings(trainer: pl.Trainer, device: torch.device) -> None:
-    """Warn where no kernel runs, and where somebody looks at every operation of torch."""
+    """Warn if no kernel runs, or if a dispatch mode sees every operation of torch."""
     dtype = torch.float64 if str(trainer.precision) == "64-true" else torch.float32
     reasons = kernel_refusals(dtype, device, Keep.block_size, 1)
     if reasons:
         text = "; ".join(reason.partition(" (")[0] for reason in reasons)
         rank_zero_warn(
-            f"The kernels of ActivationPruning do not run here ({text}), so plain PyTorch does their "
-            "work: as much memory is saved, but a step may take several times as long. HINT: train on an NVIDIA GPU of "
-            "compute capability 8.0 or newer, in float32, bfloat16 or float16."
+            f"The kernels of ActivationPruning do not run here ({text}), so plain PyTorch saves as much memory, "
+            "but a step may take several times as long. HINT: train on an NVIDIA GPU of compute capability 8.0 or "
+            "newer, in float32, bfloat16 or float16."
         )
     modes = [type(mode).__name__ for mode in dispatch_modes()]
     if modes:
         rank_zero_warn(
-            f"A dispatch mode is open around the fit ({', '.join(modes)}). What is on the fast path only, such as "
-            "inputs that several layers share, is switched off while it is: less is saved, and a step takes longer. "
-            "HINT: count operations in a short run of its own."
+            f"A dispatch mode is open around the fit ({', '.join(modes)}). It turns the fast path off, for example "
+            "inputs that several layers share, so a step saves less and takes longer. HINT: count operations in a "
+            "separate short run."
         )
 
 
 def warn_of_optimizers(trainer: pl.Trainer, total_steps: int | None, horizon: int | None) -> None:
-    """Warn where schedules would end early, since every optimizer counts its steps and the length was not given."""
+    """Warn if schedules would end early: every optimizer counts its steps, and ``total_steps`` is missing."""
     count = len(trainer.optimizers)
     if horizon is not None and total_steps is None and count > 1:
         rank_zero_warn(
-            f"Schedules of the sparsity end at step {horizon}, the Trainer's estimate, which counts batches; but "
-            f"`trainer.global_step` counts the steps of all {count} optimizers, so that they may end early. HINT: set "
-            "`ActivationPruning(total_steps=...)` to the steps of all optimizers together."
+            f"Schedules of the sparsity end at step {horizon}, the Trainer's estimate in batches, but "
+            f"`trainer.global_step` counts the steps of all {count} optimizers, so they may end early. HINT: set "
+            "`ActivationPruning(total_steps=...)` to the steps of all optimizers."
         )
 
 
 def warn_of_idle(converted: Sequence[LayerReport], last: dict[str, float]) -> None:
-    """Warn of layers that keep all their values as they are, at every step of the training.
+    """Warn of layers that keep all values uncompressed, at every step of the training.
 
     Args:
         converted: The converted layers.
-        last: The sparsity of each that drops blocks, when the training ends.
+        last: Final sparsity of each layer that drops blocks.
     """
     idle = [
         layer.fqn
@@ -181,7 +177,7 @@ def warn_of_idle(converted: Sequence[LayerReport], last: dict[str, float]) -> No
     if idle:
         one = len(idle) == 1
         rank_zero_warn(
-            f"{len(idle)} converted {'layer keeps' if one else 'layers keep'} all values as they are (a sparsity of 0 "
+            f"{len(idle)} converted {'layer keeps' if one else 'layers keep'} all values uncompressed (a sparsity of 0 "
             f"without `bits`), which saves nothing: {shortened(idle)}. HINT: set a sparsity, or quantize the values "
             "(`Keep(bits=4)`, or the preset 'balanced')."
         )

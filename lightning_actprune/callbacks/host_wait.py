@@ -1,4 +1,4 @@
-"""Without ``cuda_graphs``: measure for how long the GPU waits for Python, and recommend graphs if that is long."""
+"""Without ``cuda_graphs``: measure how long the GPU waits for Python, and recommend graphs if it waits long."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 
+from lightning_actprune.callbacks.compiled import is_compiled
 from lightning_actprune.callbacks.cuda_graphs import why_eager
 from lightning_actprune.codec.private import delay
-from lightning_actprune.operators.hooks import eager_modules
 
 WAIT_STEPS = 4
-"""Steps in which it is measured how long the GPU waits."""
+"""Steps that are measured."""
 LONG_WAIT = 0.15
 """Share of a step from which on graphs are recommended."""
 
 
 class HostWait:
-    """Measure in a few steps for how long the GPU waits for Python; say so once if that is long.
+    """Measure for a few steps how long the GPU waits for Python, and report it once if it is long.
 
-    All but the last are plain steps. Before the last one the GPU gets a delay, in which Python gets ahead of it.
+    All steps but the last are plain. The last one begins with a delay on the GPU, which lets Python get ahead.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class HostWait:
         return vars(HostWait())  # a copy of the callback is in no fit
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
-        """Note when the GPU starts a step; return ""."""
+        """Record when the GPU starts a step; return ""."""
         if not self._is_over and not self._times:
-            self._is_over = bool(why_eager(trainer, model)) or eager_modules(model) != set(model.modules())
+            self._is_over = bool(why_eager(trainer, model)) or is_compiled(model)
         if not self._is_over:
             if len(self._times) == WAIT_STEPS - 1:
                 self._times[-1][1].synchronize()
@@ -42,7 +42,7 @@ class HostWait:
         return ""
 
     def batch_ends(self) -> str:
-        """Return a message for the user after the last of these steps, or ""."""
+        """Return a message for the user after the last measured step, or ""."""
         if self._start is None:
             return ""
         start, end = self._start, moment()
@@ -77,7 +77,7 @@ def moment() -> Any:
 
 
 def describe_wait(step_ms: float, busy_ms: float) -> str:
-    """Return a recommendation for a GPU that is busy for ``busy_ms`` of a step, or "" if it hardly waits."""
+    """Return a recommendation if the GPU is busy for only ``busy_ms`` of a step, or "" if it hardly waits."""
     waits = step_ms - busy_ms
     if waits < LONG_WAIT * step_ms:
         return ""

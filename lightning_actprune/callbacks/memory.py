@@ -1,4 +1,4 @@
-"""``ActivationMemoryMonitor``: what the layers keep for backward and where the peak is, shown, logged and drawn."""
+"""``ActivationMemoryMonitor``: show, log and draw what layers keep for backward, and where the peak of a step is."""
 
 from __future__ import annotations
 
@@ -40,65 +40,67 @@ from lightning_actprune.operators.hooks import explain
 from lightning_actprune.report import MIB
 
 _AS_MUCH = 1.02
-"""By how much compiled code may be said to keep more than it was seen to."""
+"""By which factor the reported bytes of compiled code may exceed the observed ones."""
 MAX_EPOCHS = 1000
-"""Epochs that the history keeps, the latest."""
+"""Epochs that the history keeps, the latest ones."""
 _DPI = 150
+_BAR_NAMES = "actprune/stored_mib", "actprune/saved_frac"
+"""Totals that the progress bar shows without and with those of the dense model."""
 _BATCH_SIZE = 1
-"""The weight of what is logged once an epoch, which counts for nothing; Lightning asks for it, or looks for it in the
-batch, and raises where it can see none: with ``training_step(self, dataloader_iter)``."""
+"""Weight of values that are logged once an epoch, which has no effect. Without it Lightning looks for a batch size in
+the batch, and raises in ``training_step(self, dataloader_iter)``, where it sees no batch."""
 
 
 class ActivationMemoryMonitor(TrainerCallback):
-    """Show and log what a training step per epoch keeps for backward, in all and layer by layer, and where its peak is.
+    """Show and log what a training step per epoch keeps for backward, in total and by layer, and where its peak is.
 
-    Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes kept are
-    counted exactly, on any device; so are those that the same step would keep if no layer were converted, for which
-    converted layers run once more without values (``analysis.dense_footprint``). On CUDA the allocator is read too:
-    growth of the requested bytes over the forward, and the bytes in use over the step, for which the peak statistics
-    of the device are reset again and again in the measured step of an epoch.
+    It works with and without ``ActivationPruning``, so a dense and a pruned run can be compared. Kept bytes are counted
+    exactly, on any device. So are the bytes that the same step would keep without conversion: for these, converted
+    layers run once more without values (``analysis.dense_footprint``). On CUDA it also reads the allocator: growth of
+    the requested bytes over the forward, and bytes in use over the step. For this it resets the peak statistics of the
+    device many times in the measured step of an epoch.
 
-    Printed are, once a fit, after the first measured step: what the whole model keeps, dense and now; who keeps more
-    than a third of it as it is; what each layer keeps, those at corresponding places (``blocks.*.fc1``) in one row; and
-    in which part of the step the peak lies: forward, backward or optimizer step, and what it would be with fewer
-    activations. All of it, for every moment of the step, is in ``report.step``, a ``StepMemory``. Without CUDA its
-    bytes are counted: parameters, gradients, optimizer state, batch and saved tensors, no temporary ones.
+    It prints once per fit, after the first measured step: what the whole model keeps, dense and now; who keeps more
+    than a third of that uncompressed; what each layer keeps, with corresponding layers (``blocks.*.fc1``) in one row;
+    and the part of the step with the peak (forward, backward or optimizer step), with the peak that fewer activations
+    would give. ``report.step``, a ``StepMemory``, has all of it for every moment of the step. Without CUDA its bytes
+    are counted: parameters, gradients, optimizer state, batch and saved tensors, but no temporary tensors.
 
-    Logged at the end of each epoch, as means over the ranks, to every logger and ``callback_metrics`` (so that
-    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them); ``callback_metrics`` and the progress bar have those of
-    the own rank as soon as a step was measured:
+    At the end of each epoch it logs means over the ranks to every logger and to ``callback_metrics``, where
+    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them. ``callback_metrics`` and the progress bar get the values
+    of their own rank as soon as a step is measured:
 
-    - ``actprune/dense_mib``: what the whole model would keep if no layer were converted, in MiB
+    - ``actprune/dense_mib``: what the whole model would keep without conversion, in MiB
     - ``actprune/stored_mib``: what it keeps, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
     - ``actprune/sparsity``: the highest of a layer
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
 
-    Where compiled code hides converted layers, what the dense model would keep is not known: ``actprune/stored_mib``
-    is logged, and shown by the progress bar, in place of the first four. What the compiler was told to keep of each
-    layer is in the table all the same, as ``ActivationPruning.compiled`` has it, beside what backward reads, of which a
-    dense model's compiler may compute some again. Not so where several batch sizes were compiled for. Of blocks that
-    share their code one is listed, and the others are a part of everything else.
+    Where compiled code hides converted layers, it is unknown what the dense model would keep. Then
+    ``actprune/stored_mib`` replaces the first four, also in the progress bar. The table still lists how compiled code
+    keeps each layer (``ActivationPruning.compiled``), beside what backward reads; the compiler of a dense model may
+    recompute some of that. It does not if code was compiled for several batch sizes. Of blocks that share their code
+    one is listed, and the others count as "everything else".
 
-    "Kept anyway" in the table means that something else keeps the layer's input too, such as a ReLU before it, a sister
-    layer or the batch itself: the dense layer costs nothing there, and packing it adds what it stores.
-    ``ActivationPruning`` leaves such layers dense unless told otherwise.
+    "Kept anyway" in the table means that something else keeps the input of the layer too, such as a ReLU before it, a
+    sister layer or the batch. A dense layer then costs nothing there, and packing adds what it stores.
+    ``ActivationPruning`` leaves such layers dense by default.
 
-    The forward ends for the monitor where gradients are zeroed or backward begins, whichever comes first. A step that
-    applies ``torch.func`` transforms cannot be measured, since they forbid the hooks that count saved tensors.
+    For the monitor, the forward ends when gradients are zeroed or backward begins, whichever comes first. It cannot
+    measure a step with ``torch.func`` transforms, which forbid the hooks that count saved tensors.
 
     Args:
-        measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer or
-            ``max_steps`` is reached before (of a loader that does not know its length, none is then, and a fit without
-            any says so); the next one if it is skipped, that is, if ``training_step`` returns ``None``. The first
-            batches also pay for what is set up lazily.
-        verbose: What is printed: nothing (``False`` or 0), the above once a fit (1, the default), or also who keeps
-            what by operation and what the peaks consist of, and the table of the layers in each epoch (``True`` or
-            2). The progress bar shows ``actprune/saved_frac`` unless it is nothing; logging does not depend on it.
-        log_layers: Whether to log each layer too, on rank zero and to the loggers alone: ``dense_mib``, ``stored_mib``
-            and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``. Where the model logs ``"step"``, which Lightning
-            takes for the x-axis of the totals, layers stay at the step of the training.
+        measure_batch: Index of the batch to measure in each epoch. It is the last batch if there are fewer or
+            ``max_steps`` is reached before; if the loader does not know its length, none is measured then, and a fit
+            without any says so. It is the next batch if ``training_step`` returns ``None``. The first batches also pay
+            for lazy setup.
+        verbose: What to print: nothing (``False`` or 0), the above once per fit (1, the default), or also who keeps
+            what by operation, the parts of the peaks, and the table of layers in each epoch (``True`` or 2). The
+            progress bar shows ``actprune/saved_frac`` unless it is nothing; logging does not depend on it.
+        log_layers: Whether to log each layer, on rank zero and to loggers only: ``dense_mib``, ``stored_mib`` and
+            ``sparsity`` as ``actprune_layers/<layer>/stored_mib``. If the model logs ``"step"``, which Lightning uses
+            as the x-axis of the totals, layers still use the step of the training.
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when a fit begins, if the Trainer has another monitor.
@@ -138,21 +140,21 @@ class ActivationMemoryMonitor(TrainerCallback):
 
     @property
     def history(self) -> list[dict[str, float | None]]:
-        """The totals of each epoch measured in the current or the last fit, flat rows fit for a DataFrame.
+        """The totals of each measured epoch in the current or the last fit, as flat rows for a DataFrame.
 
-        ``epoch``, ``step`` (``trainer.global_step`` in the measured step) and what ``MemoryReport.totals`` returns; of
-        a longer training the latest 1000 epochs.
+        A row has ``epoch``, ``step`` (``trainer.global_step`` in the measured step) and ``MemoryReport.totals``. Of a
+        longer training it has the latest 1000 epochs.
         """
         return [dict(row) for row in self._history]
 
     def save_figures(self, folder: str | Path) -> list[Path]:
-        """Write pictures of what was measured last: ``layers.png``, ``epochs.png`` and ``step.png``.
+        """Write pictures of the last measurement: ``layers.png``, ``epochs.png`` and ``step.png``.
 
         Args:
-            folder: Where to; made if it is missing.
+            folder: Where to write them; created if missing.
 
         Returns:
-            The files, of which those that would show nothing are missing; none on ranks other than zero.
+            The files, without those that would show nothing; none on ranks other than zero.
 
         Raises:
             MisconfigurationException: If nothing was measured yet.
@@ -161,6 +163,8 @@ class ActivationMemoryMonitor(TrainerCallback):
         if self._report is None:
             raise MisconfigurationException("There is no step to draw yet. HINT: call `trainer.fit` with this monitor.")
         return _save_figures(self._report, self.history, Path(folder)) or []
+
+    # === Hooks, in the order of a fit =================================================================================
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -179,7 +183,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._has_begun = True
-        # "At least": a run resumed in the middle of an epoch may begin behind the batch to measure.
+        # "At least": a run that resumes inside an epoch may begin after the batch to measure.
         due = batch_idx >= min(self.measure_batch, trainer.num_training_batches - 1)
         if self._epoch != trainer.current_epoch and (due or _is_last(trainer, pl_module, batch_idx)):
             self._epoch, self._step = trainer.current_epoch, trainer.global_step
@@ -189,7 +193,7 @@ class ActivationMemoryMonitor(TrainerCallback):
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         self._end_forward(pl_module)
         if self._recorder is not None:
-            self._recorder.moment()  # while the gradients of the step before are still there
+            self._recorder.moment()  # while gradients of the previous step still exist
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
@@ -208,7 +212,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._recorder is not None and pl_module.automatic_optimization and not self._backward:
-            self._stop()  # skipped, so nothing was kept: measure the next one
+            self._stop()  # skipped, so it kept nothing: measure the next one
             self._epoch = None
         if self._end_step() and self._report is not None:
             _log_at_once(trainer, pl_module, self._report, in_bar=bool(self.verbose))
@@ -233,8 +237,8 @@ class ActivationMemoryMonitor(TrainerCallback):
         if self._has_begun and not self._history:
             hint = " HINT: lower `measure_batch`." if self.measure_batch else ""
             rank_zero_warn(
-                f"ActivationMemoryMonitor has measured no step: the fit was over before batch {self.measure_batch} of "
-                f"an epoch, or skipped it and those behind it.{hint}"
+                f"ActivationMemoryMonitor has measured no step: the fit ended before batch {self.measure_batch} of an "
+                f"epoch, or skipped it and all later ones.{hint}"
             )
 
     @override
@@ -248,19 +252,20 @@ class ActivationMemoryMonitor(TrainerCallback):
         if self._fit.end(trainer):
             self._stop()
 
+    # === Printing and measuring =======================================================================================
+
     def _show(self, trainer: pl.Trainer, report: MemoryReport) -> None:
-        """Print what is printed once a fit."""
+        """Print the report of a fit."""
         self._was_shown = True
         epoch, step, detailed = trainer.current_epoch, report.step, is_detailed(self.verbose)
         rows = _find_compiled_rows(trainer, report)
-        parts: list[RenderableType] = [
-            text for text in (describe_memory(report, rows), describe_uncovered(report)) if text
-        ]
-        parts += [] if detailed else [tabulate_memory(report, epoch, rows)]  # which the end of the epoch prints
+        parts: list[RenderableType] = [describe_memory(report, rows), describe_uncovered(report)]
+        if not detailed:  # else the end of the epoch prints it
+            parts.append(tabulate_memory(report, epoch, rows))
         if step is not None:
             parts += [tabulate_keepers(step, epoch), tabulate_step(step, epoch)] if detailed else []
-            parts += [text for text in (describe_peak(step),) if text]
-        show(trainer, *parts)
+            parts.append(describe_peak(step))
+        show(trainer, *(part for part in parts if part != ""))
 
     def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
@@ -273,7 +278,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         self._recorder.__enter__()
 
     def _end_forward(self, pl_module: pl.LightningModule) -> None:
-        """Read the meter and the allocator while everything that was saved is still there."""
+        """Read the meter and the allocator while all saved tensors still exist."""
         if self._meter is None:
             return
         self._pending = self._meter.report()
@@ -282,10 +287,10 @@ class ActivationMemoryMonitor(TrainerCallback):
         self._close_meter()
 
     def _end_step(self) -> bool:
-        """Take over what was measured, if this step was; return whether it was."""
+        """Finish the measurement, if this step was measured; return True if it was."""
         if self._recorder is None:
             return False
-        if self._meter is not None:  # no hook ran between forward and backward: the allocator was asked too late
+        if self._meter is not None:  # no hook ran between forward and backward, so it is too late for the allocator
             self._pending = self._meter.report()
         self._recorder.__exit__()
         report, step = self._pending, self._recorder.result()
@@ -312,11 +317,12 @@ class ActivationMemoryMonitor(TrainerCallback):
             self._meter = None
 
 
+# === What is measured =================================================================================================
 def _find_compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
-    """Return how what compiled code keeps is kept, as an ``ActivationPruning`` knows it.
+    """Return how compiled code keeps its values, as an ``ActivationPruning`` reports it.
 
-    What is said again of a graph that was compiled again counts once. Nothing if that is more than the step has kept:
-    then some of it is of other graphs, of another batch size say.
+    Rows of a graph that was compiled again count once. Return nothing if they exceed what the step has kept: then some
+    belong to other graphs, for example of another batch size.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     rows = [row for callback in callbacks if isinstance(callback, ActivationPruning) for row in callback.compiled]
@@ -326,37 +332,37 @@ def _find_compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
 
 
 def _read_requested_bytes(device: torch.device) -> int:
-    """Return the bytes that live tensors asked the allocator for: no rounding, no cache."""
+    """Return the bytes that live tensors requested from the allocator, without rounding and cache."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 
 def _is_last(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> bool:
-    """Return whether ``max_steps`` ends the fit with this batch.
+    """Return True if ``max_steps`` ends the fit with this batch.
 
-    Without automatic optimization, all optimizers are taken to step in every batch; each of them counts.
+    With manual optimization, every optimizer is assumed to step in every batch, and each step counts.
     """
     steps = 1 if pl_module.automatic_optimization else len(trainer.optimizers)
     completes = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
     return completes and 0 < trainer.max_steps <= trainer.global_step + steps
 
 
+# === Logging and files ================================================================================================
 def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport | None, in_bar: bool) -> None:
-    """Log the totals as means over the ranks, if all of them have measured a step.
+    """Log the totals as means over the ranks, if every rank has measured a step.
 
-    To be called on every rank in the end of every epoch: if only those that have a report reduced it, they would wait
-    for the others for ever.
+    Call it on every rank at the end of every epoch: if only ranks with a report reduced, they would wait forever.
 
     Args:
-        trainer: The trainer, which knows the other ranks.
+        trainer: Connects to the other ranks.
         pl_module: The module to log through.
-        report: What this rank has measured in the epoch, if it has.
+        report: The measurement of this rank in the epoch, if any.
         in_bar: Whether the progress bar shows the saved fraction.
     """
-    if trainer.barebones:  # which logs nothing, and warns of each attempt
+    if trainer.barebones:  # it logs nothing, and warns of each attempt
         return
     if trainer.world_size > 1:
-        # A progress bar in front, which one rank alone has, has asked for the metrics of the epoch, and so begun to
-        # reduce those that are reduced over the ranks. The other ranks must do that here, before anything else is.
+        # A progress bar exists on one rank only. It has read the metrics of the epoch, which starts reductions over the
+        # ranks. The other ranks must join them here, before any other reduction.
         _ = trainer.callback_metrics
     measured = report is not None
     all_have = trainer.strategy.reduce_boolean_decision(measured)
@@ -372,40 +378,35 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
     _check_trainer(trainer, pl_module)
     has_dense = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
     for name, value in _compute_totals(report, has_dense).items():
-        prog_bar = in_bar and name == _choose_bar_name(has_dense)
+        prog_bar = in_bar and name == _BAR_NAMES[has_dense]
         pl_module.log(name, value, prog_bar=prog_bar, sync_dist=True, batch_size=_BATCH_SIZE)
 
 
 def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport, in_bar: bool) -> None:
-    """Give the totals of this rank to ``callback_metrics`` and the progress bar, long before the epoch ends."""
+    """Send the totals of this rank to ``callback_metrics`` and the progress bar, before the epoch ends."""
     if trainer.barebones:
         return
     _check_trainer(trainer, pl_module)
     has_dense = report.dense_bytes is not None
     for name, value in _compute_totals(report, has_dense).items():
-        prog_bar = in_bar and name == _choose_bar_name(has_dense)
-        on_host = torch.tensor(value)  # Lightning reads what the progress bar shows after each batch, and waits for it
+        prog_bar = in_bar and name == _BAR_NAMES[has_dense]
+        on_host = torch.tensor(value)  # the progress bar reads it after each batch, and would wait for the GPU
         pl_module.log(
             name, on_host, on_step=True, on_epoch=False, prog_bar=prog_bar, logger=False, batch_size=_BATCH_SIZE
         )
 
 
 def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Raise if the module would log through another Trainer, which Lightning's own error takes for another mistake."""
+    """Raise if the module would log through another Trainer; Lightning's own error blames something else."""
     if pl_module.trainer is not trainer:
         raise MisconfigurationException(
-            "ActivationMemoryMonitor cannot log: the model was given to another Trainer during this fit. HINT: give "
-            "the other Trainer a copy of the model, or set `model.trainer` back to this one afterwards."
+            "ActivationMemoryMonitor cannot log: the model was given to another Trainer during this fit. HINT: pass "
+            "the other Trainer a copy of the model, or reset `model.trainer` to this one afterwards."
         )
 
 
-def _choose_bar_name(has_dense: bool) -> str:
-    """Return which of the totals the progress bar shows."""
-    return "actprune/saved_frac" if has_dense else "actprune/stored_mib"
-
-
 def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
-    """Give what each layer keeps to every logger, in a group of its own, as ``actprune_layers/<layer>/stored_mib``."""
+    """Log what each layer keeps to every logger, as ``actprune_layers/<layer>/stored_mib``."""
     # Lightning logs the totals of the epoch at this step, so all share an x-axis. It counts from zero and has no public
     # name; Lightning's own monitors read it here too. A model that logs "step" itself moves the totals and not the
     # layers: it may log "step" after all callbacks, and reading what it has logged would reduce over the ranks.
@@ -424,7 +425,7 @@ def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
 
 
 def _compute_totals(report: MemoryReport, has_dense: bool) -> dict[str, float]:
-    """Return the totals by the names under which they are logged; ``known``: also those of the dense model."""
+    """Return the totals by name; ``has_dense``: including those of the dense model."""
     metrics = {"actprune/stored_mib": report.stored_bytes / MIB}
     if has_dense and report.dense_bytes is not None:
         metrics["actprune/dense_mib"] = report.dense_bytes / MIB
@@ -439,19 +440,19 @@ def _compute_totals(report: MemoryReport, has_dense: bool) -> dict[str, float]:
 
 
 def _check_alone(trainer: pl.Trainer) -> None:
-    """Raise if there is another monitor: Lightning takes what both log under a name for two values of it."""
+    """Raise if there is another monitor: Lightning would merge the values that both log under a name."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     count = sum(isinstance(callback, ActivationMemoryMonitor) for callback in callbacks)
     if count > 1:
         raise MisconfigurationException(
-            f"A Trainer takes one ActivationMemoryMonitor, got {count}: they log under the same names, so that loggers "
-            "would get means of what all of them measure. HINT: keep one of them in `callbacks`."
+            f"A Trainer takes one ActivationMemoryMonitor, got {count}: they log under the same names, so loggers "
+            "would get means over all of them. HINT: keep one of them in `callbacks`."
         )
 
 
 @rank_zero_only
 def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write the pictures of the layers, the epochs and the step, those that show anything, and return the files."""
+    """Write the pictures that show anything, and return the files."""
     rows, figures = report.to_rows(), {}
     if rows:
         figures["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")

@@ -1,4 +1,4 @@
-"""The sparsity of each layer as a function of a Trainer's progress."""
+"""The sparsity of each layer as a function of the Trainer's progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, low
 
 
 class _Layer(NamedTuple):
-    """A layer that drops blocks with its sparsity, which changes with the training if it is a schedule."""
+    """A layer that drops blocks, with its sparsity: a number or a schedule."""
 
     fqn: str
     layer: CompressedLayer
@@ -27,7 +27,7 @@ class _Layer(NamedTuple):
 
 
 class SparsityProgress:
-    """What the sparsity of each layer is at each step of a fit.
+    """Sets the sparsity of each layer at each step of a fit.
 
     Args:
         total_steps: Value of ``trainer.global_step`` at which progress is 1; by default the Trainer's estimate.
@@ -42,14 +42,14 @@ class SparsityProgress:
         ):
             raise MisconfigurationException(
                 f"`total_steps` must be a positive int or None, got {total_steps!r}. HINT: it is the number of "
-                "optimizer steps of the whole training; None asks the Trainer."
+                "optimizer steps of the whole training; None takes the Trainer's estimate."
             )
         self.total_steps = None if total_steps is None else int(total_steps)
         self._horizon: int | None = None
         self._layers: list[_Layer] = []
 
     def find_layers(self, model: nn.Module, owner: str, *, without: Container[str] = ()) -> None:
-        """Take note of the layers that ``owner`` has converted, but those ``without`` blocks to drop."""
+        """Find the layers that ``owner`` has converted, except those in ``without``."""
         self._layers = [
             _Layer(fqns[0], layer, layer.keep.sparsity)
             for fqns, layer in layers(model)
@@ -64,7 +64,7 @@ class SparsityProgress:
         self._layers = []
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Find out at how many steps progress is 1, if the sparsity of a layer depends on it."""
+        """Find the number of steps at which progress is 1, if a schedule depends on it."""
         self._horizon = None
         sparsities = [own.sparsity for own in self._layers]
         schedules = [s for s in sparsities if isinstance(s, SparsitySchedule) and not isinstance(s, ConstantSchedule)]
@@ -80,7 +80,7 @@ class SparsityProgress:
         self._horizon = max(int(steps), 1)
 
     def follow(self, trainer: pl.Trainer) -> None:
-        """Give the layers with a schedule the sparsity that belongs to ``trainer.global_step``."""
+        """Set the sparsity of layers with a schedule to its value at ``trainer.global_step``."""
         progress = min(trainer.global_step / self._horizon, 1.0) if self._horizon else 0.0
         for _, layer, schedule in self._layers:
             if isinstance(schedule, SparsitySchedule):
@@ -89,30 +89,30 @@ class SparsityProgress:
                     layer.sparsity = sparsity
 
     def wait(self, *, at_zero: bool) -> None:
-        """Let every layer drop the fewest blocks that it will drop in this training, or none, until training starts."""
+        """Until training starts, let layers drop the fewest blocks that they will ever drop, or none."""
         for _, layer, sparsity in self._layers:
             layer.wait_at(0.0 if at_zero else run_check(lowest_sparsity, sparsity))
 
     @property
     def horizon(self) -> int | None:
-        """At how many steps progress is 1, ``None`` if nothing depends on it; before a fit, what was asked for."""
+        """Number of steps at which progress is 1, ``None`` without schedules; before a fit, ``total_steps``."""
         return self._horizon or self.total_steps
 
     @property
     def highest(self) -> float:
-        """The highest sparsity that a layer will have."""
+        """Highest sparsity that a layer will have."""
         return max((own.layer.highest_sparsity for own in self._layers), default=0.0)
 
     @property
     def last(self) -> dict[str, float]:
-        """The sparsity of each layer when the training ends, by its name."""
+        """Final sparsity of each layer, by its name."""
         return {fqn: run_check(sparsity_at, sparsity, 1.0) for fqn, _, sparsity in self._layers}
 
 
 def _estimate_steps(trainer: pl.Trainer) -> int | float:
-    """Return the optimizer steps of the whole training, also where a callback accumulates another number each epoch.
+    """Return the optimizer steps of the whole training, also if a callback changes gradient accumulation by epoch.
 
-    The Trainer's own estimate knows only the number that it was given, or that of the epoch it is in.
+    The Trainer's own estimate uses one accumulation number: its argument, or that of the current epoch.
     """
     steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``ActivationPruning``: keep less for backward while a LightningModule is fitted."""
+"""``ActivationPruning``: compress the activations that a LightningModule saves for backward during a fit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from lightning_actprune.convert import (
     check_conversion,
     convert_layers,
     describe_idle,
-    find_saved_compression,
+    find_hooks,
     new_owner,
     revert,
 )
@@ -59,64 +59,61 @@ from lightning_actprune.schedules import SparsitySchedule
 
 COMPILES = "Activation pruning: the first step compiles kernels for this GPU, which takes up to 20 s once."
 _REPLACED = "_actprune_replaced"
-"""Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
+"""Attribute that marks our ``configure_model`` on a module instance; holds the instance attribute it replaces."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""In what Python prints of a function or an object that does not say how: another one in each process."""
+"""The address in the default ``repr`` of a function or object, which differs from process to process."""
 
 
 class ActivationPruning(TrainerCallback):
-    """Cut training memory by keeping for backward less than all of what layers need.
+    """Cut training memory by compressing the activations saved for backward.
 
-    Forward and the gradients of inputs and biases of linear layers and convolutions stay exact; their weight gradients
-    are computed from what is kept: the largest blocks (arXiv:2311.16883), quantized values, or both. Gradients that
-    pass through activation functions, norms and attention that are quantized are rounded, too. Layers are converted in
-    place when a fit begins and turned back when it ends, also after an exception. Validation, test, prediction and
+    Forward stays exact, and so do the gradients of inputs and biases of linear layers and convolutions. Their weight
+    gradients are computed from the kept part of the input: the largest blocks (arXiv:2311.16883), quantized values, or
+    both. Gradients through quantized activation functions, norms and attention are rounded too. Layers are converted in
+    place when a fit begins and reverted when it ends, also after an exception. Validation, test, prediction and
     checkpoints are those of the plain model: its modules are dense from the start of a validation until training goes
-    on, no key is added to a checkpoint, and the package is not needed to load one. A schedule is
-    a function of ``trainer.global_step``: a resumed run continues it.
+    on, no key is added to a checkpoint, and loading one does not need this package. A schedule is a function of
+    ``trainer.global_step``, so a resumed run continues it.
 
     The first training batch of a fit shows which layers have an input that is retained for backward anyway (see
-    ``RetentionProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
-    eagerly in that batch. It also shows the layers that run only inside an activation checkpoint, of which a warning
-    tells (see ``RecomputationProbe``); without ``skip_retained`` nothing inside compiled modules is seen. In a fit with
-    a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials.
-    A resumed fit goes on with what its checkpoint says of that, if the settings are the same; so it equals the one that
-    was never stopped, unless the checkpoint was saved before the end of the first batch.
+    ``RetentionProbe``). Packing it would add memory, so these layers stay dense from then on. It also shows which
+    layers run only inside an activation checkpoint, and a warning names them (see ``RecomputationProbe``). Compiled
+    modules run eagerly in that batch; without ``skip_retained`` they do not, and nothing inside them is seen. In a fit
+    with a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of the tuner's trials. A resumed
+    fit takes these decisions from its checkpoint if the settings are the same. It then equals a fit without a stop,
+    unless the checkpoint was saved before the end of the first batch.
 
-    Several instances can share a model if the ``rules`` give each its own layers. Two whose ``rules`` have the same
-    patterns cannot be in one Trainer, whatever their other settings, since a checkpoint has one key for both. Give each
-    its own layers, as in ``rules={"head": None}`` and ``rules={"body.*": None}``, or remove one. No argument can be
-    changed later but ``verbose``.
+    Several instances can share a model if the ``rules`` give each its own layers. A Trainer cannot have two instances
+    with the same patterns in ``rules``, since a checkpoint has one key for both. Give each its own layers, as in
+    ``rules={"head": None}`` and ``rules={"body.*": None}``, or remove one. Only ``verbose`` can be changed later.
 
     Args:
         preset: How each operator is kept: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``);
             by default ``"paper"`` with a ``sparsity``, and ``"balanced"`` without.
-        sparsity: Fraction of blocks dropped by linear layers and convolutions that the preset covers, in [0, 1), in
-            place of the preset's; or a schedule of it. Trials of tuners are at its lowest.
-        block_size: Consecutive values per block, positive, in place of the preset's; cut to a row if larger.
-        rules: How layers are kept that match a pattern, as ``{"head": None, "blocks.*.fc1": Keep(bits=4)}``; the first
-            one that matches a layer counts (see ``config``). In place of a ``Keep`` there may be a mapping of its
-            arguments, or the name of a preset; ``"dense"`` is ``None``.
-        memory_budget: What the peak of a training step may take: a size such as ``"20GiB"``, a number of bytes, or a
-            fraction of the dense model's peak, such as ``0.25``. Blocks are then kept in the fastest way that fits and,
-            of several, in the most exact one (``callbacks.budget``), the first two steps in the way of fewest bytes. A
-            ``preset`` beside it is an error.
-        total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the progress
-            of schedules is 1; by default the Trainer's estimate of the whole training, which counts batches: with
-            several optimizers, say it.
-        skip_retained: Whether to leave layers dense whose input is kept for backward anyway; ``False`` packs them all
-            the same.
-        cuda_graphs: Whether to replay the modules that ``training_step`` calls from CUDA graphs, where the GPU would
-            wait for Python; those that cannot be replayed stay eager, and the reason is shown.
-        verbose: What is printed, once a fit: nothing (``False`` or 0); how operators are kept, which layers are dense,
-            and what the first batch shows, in a few lines (1, the default); or tables of the layers, too (``True``
-            or 2).
+        sparsity: Fraction of blocks that linear layers and convolutions drop, in [0, 1), or a schedule of it, instead
+            of the preset's. Trials of tuners use its lowest value.
+        block_size: Consecutive values per block, positive, instead of the preset's; cut to a row if larger.
+        rules: Settings of layers by pattern, as ``{"head": None, "blocks.*.fc1": Keep(bits=4)}``; the first pattern
+            that matches a layer counts (see ``config``). A ``Keep`` may also be a mapping of its arguments or the name
+            of a preset; ``"dense"`` means ``None``.
+        memory_budget: Largest peak of a training step: a size such as ``"20GiB"``, a number of bytes, or a fraction of
+            the dense model's peak, such as ``0.25``. It then keeps blocks in the fastest way that fits and, among
+            these, in the most exact one (``callbacks.budget``); the first two steps use the fewest bytes. It excludes a
+            ``preset``.
+        total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
+            every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
+            optimizers.
+        skip_retained: Whether layers stay dense whose input is kept for backward anyway; ``False`` packs them too.
+        cuda_graphs: Whether to replay the modules that ``training_step`` calls from CUDA graphs, if the GPU would wait
+            for Python; modules that cannot be replayed stay eager, and the reason is shown.
+        verbose: What to print once per fit: nothing (``False`` or 0); the settings of operators, dense layers and the
+            results of the first batch in a few lines (1, the default); or also tables of layers (``True`` or 2).
 
     Raises:
-        MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
-            rule counts for no layer, a layer is claimed twice, another instance has the same patterns, the precision
-            plugin replaces linear layers, or the length of the training is needed and unknown; after the first batch,
-            if every layer is retained.
+        MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a rule
+            matches no layer, a layer is claimed twice, another instance has the same patterns, the precision plugin
+            replaces linear layers, or the length of the training is needed and unknown; after the first batch, if every
+            layer is retained.
 
     .. note:: Saved state is keyed by the patterns of ``rules``: these make instances distinct in a checkpoint.
 
@@ -146,7 +143,7 @@ class ActivationPruning(TrainerCallback):
         if budget is not None and preset is not None:
             raise MisconfigurationException(
                 f"`preset` must be left out with a `memory_budget`, which chooses among the presets, got {preset!r}. "
-                "HINT: leave one of the two out; rules say how single layers are kept."
+                "HINT: remove one of the two; use rules for single layers."
             )
         self._config = run_check(Config, preset if budget is None else "max", sparsity, block_size, rules)
         self._budget = None if budget is None else MemoryBudget(budget, self._config)
@@ -164,13 +161,13 @@ class ActivationPruning(TrainerCallback):
             isinstance(keep.sparsity, SparsitySchedule) for keep in self._config.keeps
         ):
             raise MisconfigurationException(
-                f"`total_steps` is the length of a schedule, and no sparsity is one, got {total_steps!r}. HINT: leave "
-                "it out, or let the sparsity follow a schedule, as in `sparsity=CubicSchedule(end=0.6)`."
+                f"`total_steps` is the length of a schedule, and no sparsity is one, got {total_steps!r}. HINT: remove "
+                "it, or use a schedule, as in `sparsity=CubicSchedule(end=0.6)`."
             )
         self._fit = CurrentFit()
         patterns = _list_patterns(self._config)
         self._owner = new_owner(f"ActivationPruning(rules={patterns})")
-        # As Lightning makes it, in a method without a public name. It asks for it at each hook, in each step.
+        # Lightning builds it so in a private method, and reads it at each hook in each step.
         self._state_key = type(self).__qualname__ + repr({"rules": patterns})
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
@@ -180,21 +177,21 @@ class ActivationPruning(TrainerCallback):
         self._dense_view = DenseView()
         self._graphs = GraphedSteps() if self.cuda_graphs else HostWait()
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
-        # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
+        # Refuse changes from now on; Lightning adds attributes of its own later.
         self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._fixed:
             raise MisconfigurationException(
-                f"`{name}` of {type(self).__name__} cannot be changed once it is made, got {value!r} in place of "
+                f"`{name}` of {type(self).__name__} cannot be changed after construction, got {value!r} instead of "
                 f"{getattr(self, name)!r}. HINT: make a new one for the next Trainer."
             )
         super().__setattr__(name, value)
 
     @property
     def report(self) -> ConversionReport:
-        """What the current or the last fit has converted and what not, with ``to_rows()`` and ``to_dict()``."""
+        """The conversion of the current or the last fit, with ``to_rows()`` and ``to_dict()``."""
         return self._report
 
     @property
@@ -204,31 +201,33 @@ class ActivationPruning(TrainerCallback):
 
     @property
     def skipped(self) -> list[LayerReport]:
-        """Layers left as they are in the current or the last fit, with the reason."""
+        """Layers that stay dense in the current or the last fit, with reasons."""
         return self._report.skipped
 
     @property
     def allocation(self) -> Allocation | None:
-        """What a memory budget has chosen in the current or the last fit; ``None`` before, and in a resumed fit."""
+        """The choice of a memory budget in the current or the last fit; ``None`` before it, and in a resumed fit."""
         return None if self._budget is None else self._budget.allocation
 
     @property
     def compiled(self) -> list[Row]:
-        """How compiled code keeps each value for backward, as decided in the current or the last fit.
+        """How compiled code keeps each value for backward, in the current or the last fit.
 
-        Code out of one of inductor's caches is listed when it runs, if it packs a tensor.
+        Code from a cache of inductor is listed when it runs, if it packs a tensor.
         """
         return list(self._compiled.rows)
 
     @property
     def spread(self) -> dict[str, float]:
-        """Share of the energy that was to be dropped, by the name of the layers that drop nothing for it."""
+        """Share of the energy that would be dropped, by name of the layers that therefore drop nothing."""
         return dict(self._decisions.spread or {})
 
     @property
     @override
     def state_key(self) -> str:
         return self._state_key
+
+    # === Hooks, in the order of a fit =================================================================================
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -248,7 +247,7 @@ class ActivationPruning(TrainerCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._trials.leave():  # which convert too, before a strategy may have wrapped what they turn dense
+        if not self._trials.leave():  # trials convert too, before a strategy wraps layers that they make dense
             self._convert(pl_module)  # layers made in LightningModule.setup
         run_check(check_conversion, pl_module, self._report, self._config)
         if idle := describe_idle(pl_module, self._report):
@@ -259,7 +258,8 @@ class ActivationPruning(TrainerCallback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._dense_view.open(pl_module, self._owner)  # until training goes on, so also in later hooks of others
+        # It stays open until training goes on, so also in later hooks of other callbacks.
+        self._dense_view.open(pl_module, self._owner)
 
     @override
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -331,6 +331,8 @@ class ActivationPruning(TrainerCallback):
             self._release(pl_module)
             self._decisions.end_with_the_fit()
 
+    # === State in checkpoints =========================================================================================
+
     @override
     def state_dict(self) -> dict[str, Any]:
         settings = self._config.described()
@@ -346,8 +348,8 @@ class ActivationPruning(TrainerCallback):
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
         }
 
-    # So Lightning takes it for the method of `Callback`, and leaves it to `setup` to refuse instances with the same
-    # patterns: its own error says nothing of rules.
+    # So Lightning takes it for the method of `Callback`, and `setup` refuses instances with the same patterns:
+    # Lightning's own error does not mention rules.
     state_dict.__wrapped__ = pl.Callback.state_dict  # type: ignore[attr-defined]
 
     @override
@@ -355,24 +357,26 @@ class ActivationPruning(TrainerCallback):
         if not self._trials.ran:
             self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
+    # === Conversion and decisions =====================================================================================
+
     def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, allocation: Allocation) -> None:
-        """Go on with a setting that fits the budget."""
+        """Switch to a setting that fits the budget."""
         assert self._budget is not None
-        self._decisions.forget()  # of layers that were in blocks run again, nothing is known
+        self._decisions.forget()  # nothing is known about layers that were in recomputed blocks
         self._convert_and_ask(trainer, pl_module)
         if self.verbose:
             show(trainer, self._budget.describe(allocation))
         self._show_conversion(trainer)
 
     def _convert_and_ask(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Convert anew in the middle of a fit, and let the next batch show what is not known of the layers."""
+        """Convert again during a fit, and probe the next batch for missing decisions."""
         self._convert(pl_module)
         self._progress.start(trainer)
         self._probe.ask(self._report, self._progress.highest)
 
     @property
     def _is_settled(self) -> bool:
-        """Whether layers are kept as they will be for the rest of the fit, but for those that wake."""
+        """Whether settings are final for the rest of the fit, except for layers that wake."""
         return not self._probe.waits and (self._budget is None or self._budget.is_settled)
 
     def _tell(self, trainer: pl.Trainer, text: str) -> None:
@@ -388,7 +392,7 @@ class ActivationPruning(TrainerCallback):
         else:
             self._report = run_check(convert_layers, pl_module, config, self._owner)
         self._decisions.apply(pl_module, self._report)
-        compression = find_saved_compression(pl_module, self._owner)
+        compression = find_hooks(pl_module, self._owner)
         self._decisions.saved = Decided() if compression is None else compression.decided
         self._find_layers(pl_module)
 
@@ -400,11 +404,11 @@ class ActivationPruning(TrainerCallback):
 
     @property
     def _is_undecided(self) -> bool:
-        """Whether a memory budget is still to choose: what layers do until then is not shown, since it changes."""
+        """Whether a memory budget still has to choose; until then settings change and are not shown."""
         return self._budget is not None and self._budget.number is None
 
     def _show_conversion(self, trainer: pl.Trainer) -> None:
-        if self.verbose and not (self._budget is not None and self._report == ConversionReport()):  # all of it dense
+        if self.verbose and not (self._budget is not None and self._report == ConversionReport()):  # all dense
             tables = is_detailed(self.verbose) and bool(self._report.layers)
             show(trainer, describe_conversion(self._report, self._progress.last, reasons=not tables))
             if tables:
@@ -453,25 +457,25 @@ class ActivationPruning(TrainerCallback):
                 self._budget.end()
 
     def _resume_budget(self, pl_module: pl.LightningModule) -> None:
-        """Go on with the setting that was chosen before the checkpoint, if there was one."""
+        """Restore the choice of a memory budget from the checkpoint, if there is one."""
         then = (self._restored or {}).get("memory_budget")
         if self._budget is not None and then is not None:
             self._budget.load_state_dict(then, pl_module)
             self._convert(pl_module)
 
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
-        """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
+        """Restore the decisions of the checkpoint; warn if it was saved with other settings."""
         then, self._restored = self._restored or {}, None
         results = "spread", "retained", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in results}
-        by_budget = () if self._budget is None else ("layers",)  # which a budget chooses
+        by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
-        # Older checkpoints do not say `skip_retained`; the number of steps, `total_steps`, changes no decision.
+        # Older checkpoints lack `skip_retained`; `total_steps` changes no decision.
         is_same = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
         if not then or not is_same:
             return None
         decided = then.get("spread") is not None
-        if decided and self._decisions.is_complete:  # by trials, which may have changed other layers
+        if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
             self._convert(pl_module)
         self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
@@ -483,13 +487,13 @@ class ActivationPruning(TrainerCallback):
 
 
 def _list_patterns(config: Config) -> list[str]:
-    """Return the patterns of rules, those of dense layers marked, by which layers may be shared among instances."""
+    """Return the patterns of rules, those of dense layers marked; they show which layers instances share."""
     rules = config.described()["rules"]
     return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
 
 
 def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
-    """Raise if the trainer has another callback whose state would have the same key, or this one twice."""
+    """Raise if the trainer has another callback with the same state key, or this one twice."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     same = [other for other in callbacks if other.state_key == callback.state_key]
     if len(same) > 1:
@@ -501,24 +505,23 @@ def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
 
 
 def _check_precision(trainer: pl.Trainer, config: Config) -> None:
-    """Raise if the trainer's precision plugin replaces the linear layers by its own, or values cannot be quantized."""
+    """Raise if the precision plugin replaces linear layers, or the precision is too high to quantize."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
         raise MisconfigurationException(
-            f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces the linear layers by its own. "
+            f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces linear layers by its own. "
             'HINT: use another `precision`, such as "bf16-mixed".'
         )
     bits = next((keep.bits for keep in config.keeps if keep.bits is not None), None)
     if bits is not None and str(trainer.precision) == "64-true":
         raise MisconfigurationException(
-            f"ActivationPruning cannot store float64 values (precision='64-true') in {bits} bits: the scales of blocks "
-            "have fewer bits than that. HINT: set `preset='paper'`, which keeps values as they are, or another "
-            "`precision`."
+            f"ActivationPruning cannot store float64 values (precision='64-true') in {bits} bits, since the scales of "
+            "blocks have fewer bits. HINT: set `preset='paper'`, which quantizes nothing, or another `precision`."
         )
 
 
 def _warn_of_other_settings(owner: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of what is in both states and differs: of mappings and of rules, their entries."""
+    """Warn of entries that are in both states and differ."""
     pairs = {name: (_to_entries(then[name]), _to_entries(now[name])) for name in now if name in then}
     changes = [
         f"{name}{f'[{key!r}]' if key else ''}: {before.get(key, 'nothing')} -> {after.get(key, 'nothing')}"
@@ -528,8 +531,8 @@ def _warn_of_other_settings(owner: str, then: Mapping[str, Any], now: Mapping[st
     ]
     if changes:
         rank_zero_warn(
-            f"{owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and goes on "
-            "with the new ones. HINT: give the callback its old arguments if this is not intended."
+            f"{owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and uses the new "
+            "ones. HINT: give the callback its old arguments if this is not intended."
         )
 
 
@@ -541,9 +544,9 @@ def _to_entries(value: Any) -> dict[str, Any]:
 
 
 def _call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
-    """Let the next ``pl_module.configure_model()`` end with ``action``; later ones are the user's own again.
+    """Let the next ``pl_module.configure_model()`` end with ``action``; later calls are the user's own again.
 
-    No hook runs between ``configure_model`` and the tuners, and calling it early would leave the strategy's context.
+    No hook runs between ``configure_model`` and the tuners, and an early call would leave the strategy's context.
     """
     original = pl_module.configure_model
 

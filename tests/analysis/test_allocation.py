@@ -52,8 +52,8 @@ SIZES |= {"4000kB": 4_000_000, "2048KiB": 2 * MIB, "1TB": 10**12, MIB: MIB, 20e9
 
 def test_sizes():
     for given, expected in SIZES.items():
-        found = check_memory_budget(given)
-        assert (found, type(found)) == (expected, type(expected))
+        result = check_memory_budget(given)
+        assert (result, type(result)) == (expected, type(expected))
 
 
 NO_SIZES = "lots", "20", "-5GiB", "1e3MB", "20GiBs", "0GiB", "1kB", 0, 20, -MIB, 0.0, -0.5, 1.5, math.inf, math.nan
@@ -141,14 +141,14 @@ def assert_convert_takes(model: nn.Module, made: Allocator, number: int, own: di
 @pytest.mark.parametrize("make", [layers, transformer, conv_net, lambda: torch.compile(layers(), backend="eager")])
 def test_convert_takes_the_rules_of_every_setting(make: Callable[[], nn.Module]):
     model = make()
-    made = Allocator(model, lambda config: step(1))
-    blocks = len(made.path.blocks)
-    reports = [assert_convert_takes(model, made, number, {}) for number in range(len(made.path) - 1)]
+    search = Allocator(model, lambda config: step(1))
+    blocks = len(search.path.blocks)
+    reports = [assert_convert_takes(model, search, number, {}) for number in range(len(search.path) - 1)]
     assert [len(report.recomputed) for report in reports] == [max(0, blocks - n) for n in range(len(reports))]
     dense = [sum(layer.keep is None for layer in report.layers) for report in reports]
     assert blocks >= 3
     assert {after - before for before, after in pairwise(dense[blocks:])} == {0, 1}
-    inside = sum(len(block.layers) for block in made.path.blocks)
+    inside = sum(len(block.layers) for block in search.path.blocks)
     assert dense[-1] == inside
     assert len(dense) == blocks + 2 * inside + 2
 
@@ -167,9 +167,9 @@ def test_convert_takes_the_rules_of_every_setting(make: Callable[[], nn.Module])
 )
 def test_convert_takes_the_rules_behind_those_of_the_user(own: dict[str, Any], numbers: tuple[int, ...]):
     model = layers()
-    made = Allocator(model, lambda config: step(1), rules=own)
+    search = Allocator(model, lambda config: step(1), rules=own)
     for number in numbers:
-        report = assert_convert_takes(model, made, number, own)
+        report = assert_convert_takes(model, search, number, own)
         first = {layer.keep for layer in report.layers if layer.fqn.endswith(".first")}
         assert "*.first" not in own or first == {Keep(bits=8, max_dropped_energy=0.2, fine_rows=1024)}
 
@@ -203,7 +203,7 @@ def step(mib: float) -> StepMemory:
 
 def allocator(peaks: list[float], looked_at: list[int] | None = None) -> Allocator:
     """Return an allocator whose settings have these peaks in MiB."""
-    made: Allocator
+    search: Allocator
 
     def simulated(config: Config | None) -> StepMemory:
         number = LAST if config is None else configs.index(config.described())
@@ -211,9 +211,9 @@ def allocator(peaks: list[float], looked_at: list[int] | None = None) -> Allocat
             looked_at.append(number)
         return step(peaks[number])
 
-    made = Allocator(layers(), simulated)
-    configs = [made.config(number).described() for number in range(LAST)]
-    return made
+    search = Allocator(layers(), simulated)
+    configs = [search.config(number).described() for number in range(LAST)]
+    return search
 
 
 RISING = [20.0 + 2 * number for number in range(LAST + 1)]
@@ -235,10 +235,10 @@ FITS = (20, 0), (22, 0), (46.5, 13), (72, 25), (95, 37), (96, LAST), (100, LAST)
 def test_the_last_setting_that_fits_is_found(budget: float, off: int, number: int):
     """Fractions are of the dense peak, and by what a measured step is off all predictions are corrected."""
     looked_at: list[int] = []
-    found = allocator(RISING, looked_at).fit(budget, off=off)
-    assert (found.number, found.peak_bytes) == (number, RISING[number] * MIB + off)
-    assert found.is_dense == (number == LAST)
-    assert found.dense.peak_bytes == RISING[-1] * MIB
+    result = allocator(RISING, looked_at).fit(budget, off=off)
+    assert (result.number, result.peak_bytes) == (number, RISING[number] * MIB + off)
+    assert result.is_dense == (number == LAST)
+    assert result.dense.peak_bytes == RISING[-1] * MIB
     assert len(looked_at) == len(set(looked_at)) <= 2 + math.ceil(math.log2(LAST + 1))
 
 
@@ -247,14 +247,14 @@ def test_what_is_found_fits_also_where_peaks_do_not_rise(seed: int):
     rng = random.Random(seed)
     peaks = [rng.uniform(20, 60) for _ in range(LAST + 1)]
     for budget in (22, 30, 40, 50, 61):
-        made = allocator(peaks)
-        least = made.last_within(0)
+        search = allocator(peaks)
+        least = search.last_within(0)
         assert peaks[least] <= min(peaks[0], peaks[DEPTH])
         if peaks[least] > budget:
             with pytest.raises(ValueError, match="`memory_budget`"):
-                made.fit(budget * MIB)
+                search.fit(budget * MIB)
         else:
-            assert made.fit(budget * MIB).peak_bytes <= budget * MIB
+            assert search.fit(budget * MIB).peak_bytes <= budget * MIB
             assert allocator(peaks).fit(budget * MIB) == allocator(peaks).fit(budget * MIB)
 
 
@@ -301,22 +301,22 @@ def test_what_is_allocated_fits_and_grows_with_the_budget():
     def simulated(config: Config | None) -> StepMemory:
         return simulate(model, BATCH, None if config is None else partial(convert_copy, config), precision="32-true")
 
-    made = Allocator(model, simulated)
-    dense = made.step(LAST).peak_bytes
+    search = Allocator(model, simulated)
+    dense = search.step(LAST).peak_bytes
     shares = 0.35, 0.4, 0.5, 0.65, 0.8, 0.95, 1.0
-    found = [made.fit(int(share * dense)) for share in shares]
-    assert all(own.peak_bytes <= share * dense for own, share in zip(found, shares, strict=True))
-    numbers = [own.number for own in found]
+    result = [search.fit(int(share * dense)) for share in shares]
+    assert all(own.peak_bytes <= share * dense for own, share in zip(result, shares, strict=True))
+    numbers = [own.number for own in result]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) > 4
     assert numbers[-1] == LAST
     for _ in range(2):  # and is the same each time
         again = allocate(model, BATCH, 0.65, precision="32-true")
-        assert (again.number, again.peak_bytes) == (numbers[3], found[3].peak_bytes)
+        assert (again.number, again.peak_bytes) == (numbers[3], result[3].peak_bytes)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert_plain(model)
     with pytest.raises(ValueError, match=r"`memory_budget` \(\d+ MiB, 10%.*HINT"):
-        made.fit(0.1)
+        search.fit(0.1)
 
 
 @pytest.mark.usefixtures("_small_workspaces")

@@ -152,7 +152,7 @@ def test_measuring_changes_neither_the_module_nor_randomness_nor_autocast():
     model[2].norm1.register_forward_hook(lambda module, args, output: hooked.append(module))
     convert(model, preset="max")
     twin = copy.deepcopy(model)
-    found = []
+    result = []
     for module, context in ((model, nullcontext()), (twin, SavedTensorMeter(twin, x))):
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.float16), context as meter:
@@ -161,9 +161,9 @@ def test_measuring_changes_neither_the_module_nor_randomness_nor_autocast():
             assert torch.get_autocast_dtype("cpu") == torch.float16
         assert not torch.is_autocast_enabled("cpu")
         grads = torch.autograd.grad(y.float().square().sum(), list(module.parameters()))
-        found.append((y, torch.get_rng_state(), *module.buffers(), *grads))
+        result.append((y, torch.get_rng_state(), *module.buffers(), *grads))
     assert meter.report().saved_bytes > 0
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *result))
     assert len(hooked) == 2  # once in each real forward
 
 

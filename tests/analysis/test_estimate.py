@@ -189,13 +189,13 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], match: 
 
 
 def test_rows():
-    made = estimate(blocks(), batch_for((4096, 32)))
-    assert [row.method for row in made.rows] == list(METHODS)
-    assert json.loads(json.dumps(made.to_rows())) == made.to_rows()
-    sizes = [made[name].activation_bytes for name in ("dense", "paper", "balanced", "max", "recompute")]
+    result = estimate(blocks(), batch_for((4096, 32)))
+    assert [row.method for row in result.rows] == list(METHODS)
+    assert json.loads(json.dumps(result.to_rows())) == result.to_rows()
+    sizes = [result[name].activation_bytes for name in ("dense", "paper", "balanced", "max", "recompute")]
     assert sizes == sorted(sizes, reverse=True)
-    assert made["checkpoint"].activation_bytes < made["dense"].activation_bytes
-    assert all(sum(row.parts.values()) == row.peak_bytes for row in made.rows)
+    assert result["checkpoint"].activation_bytes < result["dense"].activation_bytes
+    assert all(sum(row.parts.values()) == row.peak_bytes for row in result.rows)
     model = Sequential(Linear(8192, 8192, device="meta"))
     large = estimate(model, torch.empty(1, 8192), presets=["dense", "checkpoint"])
     steps = 2 * 4  # of AdamW, for weight and bias
@@ -262,9 +262,9 @@ def test_what_the_command_cannot_do(arguments: list[str], match: str, monkeypatc
     for name in ("timm", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["estimate", *arguments]) == 1
-    found = capsys.readouterr()
-    assert match in found.err
-    assert found.out == ""
+    result = capsys.readouterr()
+    assert match in result.err
+    assert result.out == ""
 
 
 @pytest.mark.foreign

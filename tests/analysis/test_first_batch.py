@@ -138,9 +138,9 @@ def step(model: nn.Module, probed: bool = False) -> list[Tensor]:
 def test_gradients_in_the_probed_step(way: str):
     """The probe lets layers whose input is retained run dense, but not in one of the two runs of a region."""
     plain, checkpointed = regions(), regions(WAYS[way])
-    expected, found = step(plain), step(checkpointed, probed=True)
+    expected, result = step(plain), step(checkpointed, probed=True)
     names = ["", *(name for name, _ in plain.named_parameters())]
-    differ = [name for name, ours, theirs in zip(names, found, expected, strict=True) if not torch.equal(ours, theirs)]
+    differ = [name for name, ours, theirs in zip(names, result, expected, strict=True) if not torch.equal(ours, theirs)]
     assert differ == ["0.weight"]  # reads the batch, so that it ran dense
     torch.testing.assert_close(step(checkpointed), expected, rtol=0, atol=0)  # and later steps are pruned as before
 

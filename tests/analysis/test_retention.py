@@ -206,8 +206,8 @@ def siblings(names: str, twice: str = "") -> nn.Module:
 def test_sisters_are_judged_together_in_any_order(names: str, twice: str, expected: dict[str, str]):
     model = siblings(names, twice)
     convert(model, sparsity=0.6)
-    found = retained(model, torch.randn(3, 16, 64, requires_grad=True))
-    assert {name.removeprefix("layers."): reason.split(";")[0] for name, reason in found.items()} == expected
+    result = retained(model, torch.randn(3, 16, 64, requires_grad=True))
+    assert {name.removeprefix("layers."): reason.split(";")[0] for name, reason in result.items()} == expected
 
 
 def test_an_input_is_freed_once_however_many_layers_read_it():
@@ -363,11 +363,11 @@ def test_exactly_the_projection_with_a_retained_input_is_turned(norm, copies, sa
     report = converted(model, sparsity)
     with RetentionProbe(model, x, sparsity=0.6) as probe:
         model(x).sum().backward()
-    found = probe.apply(report)
-    assert {layer.fqn: layer.reason for layer in found} == reasons
+    result = probe.apply(report)
+    assert {layer.fqn: layer.reason for layer in result} == reasons
     classes = {"attn": "MultiheadAttention", "attn.out_proj": "NonDynamicallyQuantizableLinear"}
-    assert all(layer.kind == classes[layer.fqn] for layer in found)
-    assert report.skipped == found
+    assert all(layer.kind == classes[layer.fqn] for layer in result)
+    assert report.skipped == result
     assert type(model.attn) is attention
     assert type(model.attn.out_proj) is OUT["attn.out_proj" not in reasons]
     left = [name for name in classes if name not in reasons]
@@ -391,8 +391,8 @@ def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
     assert rows["attn"].stored_bytes == rows["attn"].sparsity == 0  # the batch, which is there anyway
     assert rows["attn.out_proj"].stored_bytes < rows["attn.out_proj"].dense_bytes == 4 * 7 * 3 * 64
     assert torch.equal(loss, expected)
-    found = torch.autograd.grad(loss, list(model.parameters()))
-    for (name, _), ours, theirs in zip(model.named_parameters(), found, wanted, strict=True):
+    result = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), ours, theirs in zip(model.named_parameters(), result, wanted, strict=True):
         assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
 
 

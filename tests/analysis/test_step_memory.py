@@ -204,10 +204,10 @@ def test_what_is_not_covered_is_listed_with_its_bytes():
         with StepMemoryRecorder(model, x) as recorder:
             model(x).square().mean().backward()
     step = recorder.result()
-    found = {group.label: group.nbytes for group in step.groups(step.forward_end) if not group.packed}
-    assert found["(root) (relu) + * (convolution)"] == 4 * 64 * 8 * 256  # the convolution's input, kept once
-    assert found["* (max_pool2_dwith_indices)"] == 8 * 64 * 8 * 64  # its indices
-    assert found["(root) (mul)"] == 4 * 64 * 8 * 64  # the mask of the dropout, in fp32 on a CPU
+    result = {group.label: group.nbytes for group in step.groups(step.forward_end) if not group.packed}
+    assert result["(root) (relu) + * (convolution)"] == 4 * 64 * 8 * 256  # the convolution's input, kept once
+    assert result["* (max_pool2_dwith_indices)"] == 8 * 64 * 8 * 64  # its indices
+    assert result["(root) (mul)"] == 4 * 64 * 8 * 64  # the mask of the dropout, in fp32 on a CPU
 
 
 def test_a_second_backward_and_a_graph_that_is_dropped():

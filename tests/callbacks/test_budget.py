@@ -66,9 +66,9 @@ def chosen(pruning: ActivationPruning) -> int:
     path = Settings(layers())
     setting = path[number]
     assert len(pruning.report.recomputed) == max(0, DEPTH - number)
-    found = [layer.fqn.split(".")[1] for layer in pruning.converted if layer.fqn.endswith(".norm")]
+    result = [layer.fqn.split(".")[1] for layer in pruning.converted if layer.fqn.endswith(".norm")]
     norms = {BALANCED: DEPTH - setting.changed, BALANCED + 1: 0}  # the last layers of blocks that become dense
-    assert len(found) == norms.get(setting.way, min(number, DEPTH))
+    assert len(result) == norms.get(setting.way, min(number, DEPTH))
     return number
 
 
@@ -136,16 +136,16 @@ def test_a_fit_begins_with_the_fewest_bytes_and_decides_after_the_second_step(
     assert later == [later[0]] * (STEPS - 2 * accumulated)
     assert {f"{block}/{layer}" for block, layer in later[0]} == kinds
     number = chosen(pruning)
-    allocator, found = pruning._budget._allocator, pruning._budget._allocator.allocation(number)
-    assert found.peak_bytes <= budget * found.dense.peak_bytes
+    allocator, result = pruning._budget._allocator, pruning._budget._allocator.allocation(number)
+    assert result.peak_bytes <= budget * result.dense.peak_bytes
     assert allocator.fit(budget).number == number
-    if found.is_dense:
+    if result.is_dense:
         assert pruning.report.layers == []
     else:
-        assert allocator.step(number + 1).peak_bytes > (1 - MARGIN) * budget * found.dense.peak_bytes
+        assert allocator.step(number + 1).peak_bytes > (1 - MARGIN) * budget * result.dense.peak_bytes
     assert caplog.text.count("Memory budget: ") == 1
     shown = " ".join(caplog.text.split())  # lines are wrapped
-    assert (" converted, " in shown) == (not found.is_dense)  # of the setting that was chosen
+    assert (" converted, " in shown) == (not result.is_dense)  # of the setting that was chosen
 
     (parameters, none), (_, states), *_ = model.ids
     assert none == {}
@@ -228,13 +228,13 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(stopped: Path, re
     whole = ActivationPruning(memory_budget=HALF, verbose=0)
     expected = fitted(whole, Stack(), max_epochs=2)
     for at in (STEPS, 8):
-        parts, found = resumed(stopped / f"step={at}.ckpt")
-        assert found.kinds == [expected.kinds[-1]] * (2 * STEPS - at)
+        parts, result = resumed(stopped / f"step={at}.ckpt")
+        assert result.kinds == [expected.kinds[-1]] * (2 * STEPS - at)
         assert parts.state_dict()["memory_budget"] == whole.state_dict()["memory_budget"]
         assert parts.report.to_rows() == whole.report.to_rows()
         assert parts.spread == whole.spread
         if at == STEPS:  # in the middle of an epoch, Lightning begins that epoch's data anew
-            torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+            torch.testing.assert_close(result.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
@@ -259,9 +259,9 @@ def test_a_checkpoint_of_another_setting_budget_or_device_decides_anew(
     torch.save(saved, stopped / "edited.ckpt")
     if "cap" in changes:
         monkeypatch.setattr(budget_module, "_cap", lambda *_: 2.0**40)
-    pruning, found = resumed(stopped / "edited.ckpt")
-    assert (found.kinds[:2] == [AGAIN] * 2) == anew
-    assert found.kinds[2] not in (AGAIN, DENSE)
+    pruning, result = resumed(stopped / "edited.ckpt")
+    assert (result.kinds[:2] == [AGAIN] * 2) == anew
+    assert result.kinds[2] not in (AGAIN, DENSE)
     if "cap" in changes:
         assert pruning.state_dict()["memory_budget"]["cap"] == min(changes["cap"], 2.0**40)
 
@@ -333,9 +333,9 @@ class Demanding(Stack):
         return nn.functional.cross_entropy(logits, y)
 
     def configure_optimizers(self) -> Any:
-        made = torch.optim.SGD(self.parameters(), 1 / self.trainer.estimated_stepping_batches, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.LinearLR(made, total_iters=self.trainer.estimated_stepping_batches)
-        return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        sgd = torch.optim.SGD(self.parameters(), 1 / self.trainer.estimated_stepping_batches, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LinearLR(sgd, total_iters=self.trainer.estimated_stepping_batches)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class AsksStrategy(Stack):
@@ -398,7 +398,7 @@ def test_what_a_budget_refuses_restores_the_model(case: str):
     model.automatic_optimization = case != "manual"
     match, steps = {
         "looks": ("`memory_budget` needs a training step that runs without values, and that of Looking .*item", 0),
-        "manual": ("`memory_budget` cannot work with manual optimization, as of Stack", 0),
+        "manual": ("`memory_budget` cannot work with the manual optimization of Stack", 0),
         "too little": (r"`memory_budget` \(\d+ MiB, 5% of the dense peak\) is less than .* at the least, \d+ MiB", 2),
     }[case]
     with pytest.raises(MisconfigurationException, match=f"{match}.*HINT"):
@@ -544,7 +544,7 @@ def test_a_step_that_takes_more_than_predicted_warns_and_what_fits_by_it_is_take
 
 @pytest.mark.integration
 def test_a_step_that_is_above_whatever_setting_ends_with_the_fewest_bytes(monkeypatch):
-    with pytest.warns(UserWarning, match="no setting takes less, and a step takes 40 MiB, where 12 MiB are allowed"):
+    with pytest.warns(UserWarning, match="step takes 40 MiB, more than the allowed 12 MiB, and no setting takes less"):
         _, numbers = measured_fit(monkeypatch, lambda _, number: FIRST if number is None else 40 * MIB, 12 * MIB)
     assert numbers[1] > DEPTH
     assert numbers[3:] == [DEPTH] * (2 * STEPS - 3)  # all in few bits
@@ -613,8 +613,8 @@ def test_steps_on_a_gpu_take_what_is_predicted(share: float, no_patches):
     options = {"accelerator": "gpu", "precision": "bf16-mixed", "num_sanity_val_steps": 0}
     fit(model, note, pruning, data=batches(10, 512), **options)
     own = pruning._budget
-    found = own._allocator.allocation(own.number, own._off)
-    measured, dense = max(model.peaks[5:]), found.dense.peak_bytes + own._off
-    assert measured <= share * dense or found.is_dense
-    assert measured == pytest.approx(found.peak_bytes, rel=0.05)
+    result = own._allocator.allocation(own.number, own._off)
+    measured, dense = max(model.peaks[5:]), result.dense.peak_bytes + own._off
+    assert measured <= share * dense or result.is_dense
+    assert measured == pytest.approx(result.peak_bytes, rel=0.05)
     assert_restored(model)

@@ -73,9 +73,9 @@ def test_other_settings_are_used_and_reported_once(run):
     pruning = ActivationPruning(sparsity=LinearSchedule(end=0.5), block_size=16)
     with pytest.warns(
         UserWarning, match=r"Keep\(sparsity=Cubic.* -> Keep\(sparsity=Linear.*total_steps: 8 -> 12"
-    ) as found:
+    ) as result:
         fit(model, pruning, max_epochs=3, ckpt=path / "step=6.ckpt")
-    assert len([w for w in found if "other settings" in str(w.message)]) == 1
+    assert len([w for w in result if "other settings" in str(w.message)]) == 1
     assert [s for _, s, *_ in model.seen] == pytest.approx([0.5 * step / 12 for step in range(6, 12)])
 
 
@@ -158,11 +158,11 @@ def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_pat
     """A callback that changes the model's keys fails here: the finder saves and restores, and so does ``test``."""
     best, finder = ModelCheckpoint(tmp_path, monitor="val_loss"), LearningRateFinder(num_training_steps=3)
     pruning, model = ActivationPruning("max", verbose=False), Net()
-    made = fit(model, pruning, finder, best, enable_checkpointing=True, default_root_dir=tmp_path)
-    losses = [made.test(model, ckpt_path="best", verbose=False), trainer().test(model, verbose=False)]
+    run = fit(model, pruning, finder, best, enable_checkpointing=True, default_root_dir=tmp_path)
+    losses = [run.test(model, ckpt_path="best", verbose=False), trainer().test(model, verbose=False)]
     losses.append(trainer().test(Net.load_from_checkpoint(best.best_model_path), verbose=False))
     assert losses[0] == losses[1] == losses[2]
-    assert len(made.predict(model, ckpt_path="best")) == 1
+    assert len(run.predict(model, ckpt_path="best")) == 1
     assert_plain(model)
 
 
@@ -307,7 +307,7 @@ def test_a_checkpoint_from_before_the_decision_leaves_it_to_the_next_batch(hook:
         fit(Stopped(1), save, quiet(), max_epochs=EPOCHS, limit_val_batches=1)
     state = state_of(torch.load(path, weights_only=True))
     assert state["retained"] is state["spread"] is None
-    found = trained(pruning, ckpt=path)
+    result = trained(pruning, ckpt=path)
     assert reasons(pruning)["late"] == SQUARE
     if hook == "on_train_start":
-        torch.testing.assert_close(found, trained(quiet()), rtol=0, atol=0)
+        torch.testing.assert_close(result, trained(quiet()), rtol=0, atol=0)

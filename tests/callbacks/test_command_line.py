@@ -78,8 +78,8 @@ def test_short_names_and_rules_on_the_command_line():
     monitor = "--trainer.callbacks+=ActivationMemoryMonitor", "--trainer.callbacks.verbose=false"
     settings = "preset=max", "cuda_graphs=true", "sparsity=LinearSchedule", "sparsity.end=0.7"
     with_rules = *settings, f"rules={json.dumps(rules)}"
-    made = cli(*CALLBACK, *(f"--trainer.callbacks.{setting}" for setting in with_rules), *monitor)
-    pruning, monitor = ours(made)
+    command = cli(*CALLBACK, *(f"--trainer.callbacks.{setting}" for setting in with_rules), *monitor)
+    pruning, monitor = ours(command)
     assert (pruning.preset, pruning.cuda_graphs, pruning.sparsity) == ("max", True, LinearSchedule(0.7))
     assert pruning.rules == {"body.*": {"sparsity": CosineSchedule(0.5)}, "head": {"bits": 3}}
     assert monitor.verbose is False

@@ -205,12 +205,12 @@ class Hooked(Measured):
 
 @pytest.mark.parametrize("preset", ["max", "recompute"])
 def test_forwards_in_hooks_of_backward_and_of_longer_sequences_are_judged_like_others(preset: str):
-    found = []
+    result = []
     for model in (Measured(), Hooked(), Measured(*[1] * (STEPS // 2), *[TOKENS] * (STEPS // 2))):
         callback = ActivationPruning(preset, verbose=False)
         assert warnings_of(fit, model, callback, about="activation checkpoint") == []
-        found.append((model.kept, callback.report.to_rows(), list(model.parameters())))
-    (kept, rows, state), (in_hooks, rows_in_hooks, state_in_hooks), (growing, *_) = found
+        result.append((model.kept, callback.report.to_rows(), list(model.parameters())))
+    (kept, rows, state), (in_hooks, rows_in_hooks, state_in_hooks), (growing, *_) = result
     assert (in_hooks, rows_in_hooks) == (kept, rows)
     torch.testing.assert_close(state_in_hooks, state, rtol=0, atol=1e-3)  # norms round otherwise without gradients
     fit(dense := Measured())
@@ -425,8 +425,8 @@ def test_the_layers_are_named_once(by_hand: bool, options: dict, reentrant: bool
 def test_each_callback_warns_of_its_own_layers_and_remedies_silence_it():
     dense = ["body.2", "head", "stem"], ["body.*", "stem"], ["body.0", "head"]
     callbacks = [ActivationPruning(sparsity=0.6, rules=dict.fromkeys(names)) for names in dense]
-    found = checkpoints_named(Checkpointed(), *callbacks)
-    assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
+    result = checkpoints_named(Checkpointed(), *callbacks)
+    assert [text.split(". A ")[0].split(": ")[1] for text in result] == ["body.0", "body.2"]
     for skips in (True, False):
         callback = ActivationPruning(sparsity=0.6, rules={"body.*": None}, skip_retained=skips)
         assert checkpoints_named(Checkpointed(), callback) == []

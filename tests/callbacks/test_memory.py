@@ -133,11 +133,11 @@ class Counting(ActivationMemoryMonitor):
 def test_one_step_an_epoch_is_measured(measure_batch: int, options: dict[str, Any], expected: list[tuple[int, int]]):
     monitor, model = Counting(measure_batch), Net()
     epochs = {"max_epochs": -1} if "max_steps" in options else {}
-    made = fit(model, ActivationPruning(sparsity=LinearSchedule(0.6)), monitor, **epochs | options)
+    run = fit(model, ActivationPruning(sparsity=LinearSchedule(0.6)), monitor, **epochs | options)
     assert monitor.measured == expected
     if "accumulate_grad_batches" not in options:
         assert [row["step"] for row in monitor.history] == [epoch * BATCHES + batch for epoch, batch in expected]
-    assert (made.callback_metrics.keys() >= TOTALS) is (monitor.report is not None) is (expected != [])
+    assert (run.callback_metrics.keys() >= TOTALS) is (monitor.report is not None) is (expected != [])
     assert_plain(model)
 
 
@@ -183,10 +183,10 @@ class Skipping(Net):
 def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measure_batch, model, data, found):
     monitor, trained = ActivationMemoryMonitor(measure_batch), model()
     with nullcontext() if found else pytest.warns(UserWarning, match="measured no step: .* `measure_batch`"):
-        made = fit(trained, ActivationPruning(sparsity=0.5), monitor, data=data)
+        run = fit(trained, ActivationPruning(sparsity=0.5), monitor, data=data)
     assert (monitor.report is not None) is found
     assert [row["sparsity"] for row in monitor.history] == [0.5] * found
-    assert {name for name in made.callback_metrics if "actprune" in name} == (TOTALS if found else set())
+    assert {name for name in run.callback_metrics if "actprune" in name} == (TOTALS if found else set())
     assert_plain(trained)
 
 
@@ -207,10 +207,10 @@ def test_manual_optimization(through_lightning: bool):
 def test_a_closure_of_several_forwards_is_measured_as_any():
     model = Net()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), max_iter=3)
-    found, usual = (measured(each, ActivationPruning(verbose=False), max_epochs=2)[0] for each in (model, Net()))
-    assert [row.calls for row in found.report.rows] == [1] * 3
-    assert [row["epoch"] for row in found.history] == [0, 1]
-    assert [row["saved_bytes"] for row in found.history] == [row["saved_bytes"] for row in usual.history]
+    result, usual = (measured(each, ActivationPruning(verbose=False), max_epochs=2)[0] for each in (model, Net()))
+    assert [row.calls for row in result.report.rows] == [1] * 3
+    assert [row["epoch"] for row in result.history] == [0, 1]
+    assert [row["saved_bytes"] for row in result.history] == [row["saved_bytes"] for row in usual.history]
 
 
 def test_no_tensor_is_kept_from_step_to_step_and_gradients_are_those_of_an_unmeasured_step():
@@ -292,10 +292,10 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     table = CSVLogger(tmp_path_factory.mktemp("csv"))
     pruning = ActivationPruning(sparsity=LinearSchedule(0.8), verbose=False)
     torch.manual_seed(0)
-    made = fit(Net(), pruning, monitor, logger=[table, noting], max_epochs=2)
+    run = fit(Net(), pruning, monitor, logger=[table, noting], max_epochs=2)
     with (Path(table.log_dir) / "metrics.csv").open() as file:
         rows = [(int(row.pop("step")), {k: float(v) for k, v in row.items() if v}) for row in csv.DictReader(file)]
-    return SimpleNamespace(monitor=monitor, trainer=made, got={"csv": rows, "noting": noting.got})
+    return SimpleNamespace(monitor=monitor, trainer=run, got={"csv": rows, "noting": noting.got})
 
 
 def series(got: list[tuple[int, dict[str, Any]]], name: str) -> list[tuple[int, Any]]:
@@ -318,7 +318,7 @@ def test_every_logger_gets_totals_and_layers_at_the_same_steps(fitted, logger: s
             name: series(got, separator.join(("actprune_layers", row.fqn, name)))
             for name in ("dense_mib", "stored_mib", "sparsity")
         }
-        assert all([step for step, _ in found] == STEPS for found in of_layer.values())
+        assert all([step for step, _ in result] == STEPS for result in of_layer.values())
         assert [value for _, value in of_layer["sparsity"]] == [total["sparsity"] for total in history]
         assert of_layer["dense_mib"][-1][1] * MIB == row.dense_bytes
         assert of_layer["stored_mib"][-1][1] * MIB == row.stored_bytes
@@ -332,8 +332,8 @@ def test_callback_metrics_have_the_totals_of_the_report_alone(fitted):
     expected |= {"actprune/saved_frac": report.saved_fraction, "actprune/sparsity": 0.8 * 7 / 8}
     assert metrics == pytest.approx(expected)
     on_gpu = MemoryReport(measured_activation_bytes=MIB, measured_peak_bytes=2 * MIB)
-    found = memory._compute_totals(on_gpu, has_dense=False)
-    assert found == {"actprune/stored_mib": 0, "actprune/activations_mib": 1, "actprune/peak_mib": 2}
+    result = memory._compute_totals(on_gpu, has_dense=False)
+    assert result == {"actprune/stored_mib": 0, "actprune/activations_mib": 1, "actprune/peak_mib": 2}
 
 
 def test_the_history_is_plain_rows_of_the_measured_batches_of_the_last_fit_and_bounded(fitted, monkeypatch):
@@ -367,11 +367,11 @@ def test_a_barebones_fit_logs_nothing_and_says_nothing_of_it():
     """Lightning warns of each attempt to log in such a fit, also of the model's own."""
     said, monitor = [], ActivationMemoryMonitor(verbose=False, log_layers=True)
     for callbacks in ([], [ActivationPruning(sparsity=0.6, verbose=False), monitor]):
-        made = pl.Trainer(callbacks=callbacks, barebones=True, accelerator="cpu", max_epochs=1)
-        said.append(sorted(warnings_of(made.fit, Net(), about="")))
+        run = pl.Trainer(callbacks=callbacks, barebones=True, accelerator="cpu", max_epochs=1)
+        said.append(sorted(warnings_of(run.fit, Net(), about="")))
     assert said[0] == said[1] != []
     assert monitor.report.saved_bytes > 0
-    assert made.callback_metrics == {}
+    assert run.callback_metrics == {}
 
 
 @pytest.mark.parametrize("log_layers", [True, False])
@@ -405,9 +405,9 @@ def test_other_callbacks_can_monitor_the_metrics(tmp_path):
     save = ModelCheckpoint(tmp_path, monitor="actprune/saved_mib", mode="max")
     stop = EarlyStopping("actprune/saved_mib", patience=1, mode="max")
     ours = ActivationMemoryMonitor(), ActivationPruning(sparsity=0.6)
-    made = fit(Net(), *ours, save, stop, enable_checkpointing=True, max_epochs=9)
+    run = fit(Net(), *ours, save, stop, enable_checkpointing=True, max_epochs=9)
     assert save.best_model_score > 0
-    assert made.current_epoch == 2  # the saving does not improve
+    assert run.current_epoch == 2  # the saving does not improve
 
 
 def test_totals_that_a_rank_lacks_are_not_logged():
@@ -438,13 +438,13 @@ def test_corresponding_layers_are_one_row_and_the_rest_is_everything_else():
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
     report = MemoryReport(rows, 3 * MIB, 20 * MIB, 11 * MIB)
-    found = {name: (kept, *numbers) for name, kept, *numbers in cells(tabulate_memory(report, 7))[1:]}
-    assert found["a.*.fc (2)"] == ("4 bits, drops 60 %", "10.00", "4.00", "60.0 %")
-    assert found["b"][1:] == ("0.00", "1.00", "kept anyway")
-    assert found["c"][1:] == ("2.00", "2.00", "0.0 %")
-    assert found["Everything else"] == ("", "8.00", "3.00", "62.5 %")
-    assert found["Whole model"] == ("", "20.00", "10.00", "50.0 %")
-    assert found["Measured after forward"][2] == "11.00"
+    result = {name: (kept, *numbers) for name, kept, *numbers in cells(tabulate_memory(report, 7))[1:]}
+    assert result["a.*.fc (2)"] == ("4 bits, drops 60 %", "10.00", "4.00", "60.0 %")
+    assert result["b"][1:] == ("0.00", "1.00", "kept anyway")
+    assert result["c"][1:] == ("2.00", "2.00", "0.0 %")
+    assert result["Everything else"] == ("", "8.00", "3.00", "62.5 %")
+    assert result["Whole model"] == ("", "20.00", "10.00", "50.0 %")
+    assert result["Measured after forward"][2] == "11.00"
     assert re.findall(r"-?[0-9.]+ [M%]", describe_memory(report)) == ["20.00 M", "10.00 M", "-50.0 %"]
     assert {describe_memory(report), *as_text(tabulate_memory(report)).splitlines()} == set(str(report).splitlines())
     many = [LayerFootprint(f"layer.{i}", "Linear", 0.5, 1, 2 * MIB, MIB, MIB) for i in range(200)]
@@ -459,11 +459,11 @@ def test_what_compiled_code_keeps_is_listed_and_no_part_of_everything_else():
         Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "as it is", 0, "it is a mask"),
     ]
     report = MemoryReport([], 6 * MIB, None, compiled_bytes=4 * MIB)
-    found = {name: numbers for name, _, *numbers in cells(tabulate_memory(report, 7, compiled))}
-    assert found["a.*.act (2)"] == ["8.00", "2.00", "75.0 %"]
-    assert found["aten.where"] == ["1.00", "1.00", "0.0 %"]
-    assert found["c"] == ["2.00", "0.00", "100.0 %"]
-    assert (found["Everything else"][1], found["Whole model"][1]) == ("3.00", "6.00")
+    result = {name: numbers for name, _, *numbers in cells(tabulate_memory(report, 7, compiled))}
+    assert result["a.*.act (2)"] == ["8.00", "2.00", "75.0 %"]
+    assert result["aten.where"] == ["1.00", "1.00", "0.0 %"]
+    assert result["c"] == ["2.00", "0.00", "100.0 %"]
+    assert (result["Everything else"][1], result["Whole model"][1]) == ("3.00", "6.00")
 
 
 def step_of(*peaks: int | None) -> StepMemory:
@@ -551,9 +551,9 @@ def test_temporary_tensors_of_the_loss_count_at_the_peak():
     step = with_logits(4 * MIB, "log_softmax", peaks=MEASURED)
     # 21 MiB are known by name where the loss begins to run, in the forward and in backward.
     cases = (3, "log_softmax", 4 + 24), (3, "gelu", 4), (2, None, 4 + 9), (4, None, 4), (5, None, 0)
-    for index, operator, found in cases:
+    for index, operator, result in cases:
         step.moments[index].operator = operator
-        assert step.logits_bytes(index) == found * MIB
+        assert step.logits_bytes(index) == result * MIB
     assert advice(12, 60, step) == ""
     step.moments[3].operator = "log_softmax"
     assert advice(12, 60, step).startswith("Logits are 28.00 MiB (62.2 %)")

@@ -89,18 +89,18 @@ def test_a_fit_is_the_same_with_ours_in_front_and_behind(name: str, hooks, tmp_p
         model = Backboned()
         if name in LOOK_IN_SETUP:
             model.make()
-        made = fit(
+        run = fit(
             model, *{"without": [other], "front": [*ours, other], "behind": [other, *ours]}[place],
             max_epochs=EPOCHS, limit_train_batches=3, num_sanity_val_steps=0, log_every_n_steps=1,
             enable_checkpointing="Checkpoint" in name, default_root_dir=folder, logger=CSVLogger(folder),
         )  # fmt: skip
         assert set(map(tuple, model.seen)) == {("Linear" if place == "without" else "ActivationPrunedLinear",) * 3}
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-        fits.append((made.global_step, made.current_epoch, all_traces(model), logged(made), files, hooks.copy()))
+        fits.append((run.global_step, run.current_epoch, all_traces(model), logged(run), files, hooks.copy()))
         assert {"configure_model", "training_step", "on_before_optimizer_step", "on_train_epoch_end"} < set(hooks)
         hooks.clear()
         states.append(model.state_dict())
-    for found, state in zip(fits, states, strict=True):
-        assert found == fits[0]
+    for result, state in zip(fits, states, strict=True):
+        assert result == fits[0]
         torch.testing.assert_close(state, states[0], rtol=0, atol=0)
     assert_plain(model)

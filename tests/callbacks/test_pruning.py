@@ -117,11 +117,11 @@ def noting(found: dict[str, list[str]]) -> LambdaCallback:
 def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fit(make, in_setup, at_start):
     callback = ActivationPruning(sparsity=0.5, block_size=16, rules={"head": None})
     model, before, after = make(), dict[str, list[str]](), dict[str, list[str]]()
-    made = fit(model, noting(before), callback, noting(after))
-    made.test(model)
-    made.predict(model)
-    made.fit_loop.max_epochs = 2
-    made.fit(model)  # goes on
+    run = fit(model, noting(before), callback, noting(after))
+    run.test(model)
+    run.predict(model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model)  # goes on
     assert model.seen == [["ActivationPrunedLinear", "ActivationPrunedLinear", "Linear"]] * 2 * BATCHES
     assert [(c.fqn, c.sparsity, c.keep) for c in callback.converted] == [
         (name, 0.5, Keep(sparsity=0.5, block_size=16)) for name in LAYERS[:2]
@@ -162,10 +162,10 @@ def test_all_operators_are_converted_for_the_time_of_a_fit_that_learns_as_the_de
 @pytest.mark.parametrize("plugin", [BitsandbytesPrecision, TransformerEnginePrecision])
 def test_precision_plugins_that_replace_linear_layers_are_refused(plugin: type):
     model = Net()
-    made = trainer()
-    made.strategy._precision_plugin = object.__new__(plugin)  # their packages are not installed
+    run = trainer()
+    run.strategy._precision_plugin = object.__new__(plugin)  # their packages are not installed
     with pytest.raises(MisconfigurationException, match=f"cannot work with {plugin.__name__}.*HINT"):
-        ActivationPruning(sparsity=0.6).setup(made, model, "fit")
+        ActivationPruning(sparsity=0.6).setup(run, model, "fit")
     assert_plain(model)
 
 
@@ -255,7 +255,7 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, bar:
     caplog.set_level("INFO")
     ours = ActivationPruning(sparsity=0.5, verbose=verbose), ActivationMemoryMonitor(verbose=verbose)
     bars = [bar()] if bar else []
-    made = fit(Retained(), *ours, *bars, enable_progress_bar=bool(bar), max_epochs=3)
+    run = fit(Retained(), *ours, *bars, enable_progress_bar=bool(bar), max_epochs=3)
     text = capsys.readouterr().out + ("" if bar else caplog.text)
     once = "Activation pruning: 3", "1 linear layer stays dense", "MiB dense ->", "Peak of the step"
     assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
@@ -263,8 +263,8 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, bar:
     assert [text.count(part) for part in in_detail] == [level == 2] * len(in_detail)
     tables = [text.count(f"Kept for backward, epoch {epoch}") for epoch in range(3)]
     assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
-    assert ("actprune/saved_frac" in made.progress_bar_metrics) is (level > 0)
-    assert made.callback_metrics["actprune/saved_frac"] > 0
+    assert ("actprune/saved_frac" in run.progress_bar_metrics) is (level > 0)
+    assert run.callback_metrics["actprune/saved_frac"] > 0
 
 
 def test_the_summary_has_how_each_layer_is_kept(caplog):
@@ -279,10 +279,10 @@ def test_the_summary_has_how_each_layer_is_kept(caplog):
     fit(Deep(), ActivationPruning(sparsity=0.5, rules=rules, verbose=2), max_steps=1)
     text = " ".join(caplog.text.split())
     for part in (
-        "120 linear layers (values as they are, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
+        "120 linear layers (uncompressed values, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
         "head │ Linear │ dense: the rule 'head' keeps it dense", "2 activation functions", "... and 2",
         "blocks.7.0 │ Linear │ 4 bits, drops 50 % │",
-        "blocks.*.0 (59) │ Linear │ values as they are, drops 50 % │", "body.2 │ Linear │ 2 bits, drops 0 to 50 % │",
+        "blocks.*.0 (59) │ Linear │ uncompressed values, drops 50 % │", "body.2 │ Linear │ 2 bits, drops 0 to 50 % │",
     ):  # fmt: skip
         assert part in text, part
 
@@ -371,11 +371,11 @@ def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
 
 def test_nothing_is_left_alive_after_the_fit():
     model, callback, monitor = ConfiguredNet(), ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()
-    made = fit(model, callback, monitor)
+    run = fit(model, callback, monitor)
     alive = weakref.ref(model)
     for ours in callback, monitor:
         del ours.log, ours.log_dict  # which Lightning put there
-    del made, model
+    del run, model
     gc.collect()
     assert alive() is None
     assert len(callback.converted) == 3
@@ -415,8 +415,8 @@ def test_the_dtype_and_an_open_dispatch_mode_are_named():
     [(2, None, 8, 1), (2, 8, 8, 0), (1, None, 8, 0), (2, None, None, 0)],
 )
 def test_schedules_that_would_end_early_for_several_optimizers(optimizers, total_steps, horizon, count):
-    made = SimpleNamespace(optimizers=[None] * optimizers)
-    assert len(warnings_of(warn_of_optimizers, made, total_steps, horizon)) == count
+    run = SimpleNamespace(optimizers=[None] * optimizers)
+    assert len(warnings_of(warn_of_optimizers, run, total_steps, horizon)) == count
 
 
 def test_a_state_dict_is_no_model_and_is_not_printed():

@@ -118,13 +118,13 @@ class RankNet(ConfiguredNet):
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        made = loader(STEPS * RANKS * BATCH, BATCH, self.tokens)
+        data = loader(STEPS * RANKS * BATCH, BATCH, self.tokens)
         if not dist.is_initialized():
-            return made
+            return data
         # A sampler of our own is left alone: Lightning's would shuffle, and deal out samples to parts of one model.
         parts = (1, 0) if self.tensor_parallel else (RANKS, dist.get_rank())
-        sampler = DistributedSampler(made.dataset, *parts, shuffle=False)
-        return DataLoader(made.dataset, BATCH, sampler=sampler)
+        sampler = DistributedSampler(data.dataset, *parts, shuffle=False)
+        return DataLoader(data.dataset, BATCH, sampler=sampler)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=False)
@@ -189,12 +189,12 @@ def fit_case(case: Case, accelerator: str, folder: Path) -> Seen:
         model.make()
         for block in (model.body, model.head):
             block.compile(backend=COMPILER)
-    made = fit(
+    run = fit(
         torch.compile(model, backend=COMPILER) if case.compiled and case.strategy == "ddp" else model, *callbacks,
         accelerator=accelerator, devices=RANKS, strategy=strategy_of(case.strategy), precision=case.precision,
         limit_train_batches=STEPS, limit_val_batches=0, default_root_dir=folder, **case.options,
     )  # fmt: skip
-    metrics = {name: float(value) for name, value in made.callback_metrics.items()}
+    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
     state = _saved_state(witness.checkpoint)
     packed = [] if pruning is None else [row.name for row in pruning.compiled if row.how == "packed"]
     return Seen(witness.seen, state, model.seen, metrics, all_traces(model), packed, None)
@@ -273,11 +273,11 @@ COMPILED = {
 
 def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
     matrix = [entry for entry in MATRIX[accelerator] if entry[0] not in ZERO or DEEPSPEED]
-    found = [strategy for strategy in PRECISIONS[accelerator] if strategy not in ZERO or DEEPSPEED]
+    result = [strategy for strategy in PRECISIONS[accelerator] if strategy not in ZERO or DEEPSPEED]
     of_all = [
         *(Case(*entry, pruning) for entry in matrix for pruning in (DENSE, KEEPING, PRUNED)),
-        *(Case(strategy, "32-true", PRUNED, accumulated(strategy)) for strategy in found if strategy not in ZERO),
-        *(Case(strategy, "32-true", MAX) for strategy in found),
+        *(Case(strategy, "32-true", PRUNED, accumulated(strategy)) for strategy in result if strategy not in ZERO),
+        *(Case(strategy, "32-true", MAX) for strategy in result),
         *(Case("tensor", "32-true", pruning) for pruning in (DENSE, KEEPING, PRUNED)),
     ]
     if accelerator == "gpu":
@@ -293,9 +293,9 @@ def runs(tmp_path_factory) -> Callable[[str], Mapping[str, list[Any]]]:
     def run(accelerator: str) -> Mapping[str, list[Any]]:
         if accelerator == "gpu" and torch.cuda.device_count() < RANKS:
             pytest.skip(f"needs {RANKS} GPUs, found {torch.cuda.device_count()}")
-        made = cases(accelerator)
-        names = [repr(case) if isinstance(case, Case) else case.__name__ for case in made]
-        return dict(zip(names, fit_all(made, accelerator, tmp_path_factory.mktemp("ranks")), strict=True))
+        runs = cases(accelerator)
+        names = [repr(case) if isinstance(case, Case) else case.__name__ for case in runs]
+        return dict(zip(names, fit_all(runs, accelerator, tmp_path_factory.mktemp("ranks")), strict=True))
 
     return run
 
@@ -304,10 +304,10 @@ def seen(runs: Any, accelerator: str, case: Case | Callable[[Path], Any]) -> lis
     """Return what each process has seen of a case that went well."""
     if isinstance(case, Case) and case.strategy in ZERO and not DEEPSPEED:
         pytest.skip("needs deepspeed")
-    found = runs(accelerator)[repr(case) if isinstance(case, Case) else case.__name__]
-    errors = [of_rank.error for of_rank in found if isinstance(of_rank, Seen) and of_rank.error is not None]
+    result = runs(accelerator)[repr(case) if isinstance(case, Case) else case.__name__]
+    errors = [of_rank.error for of_rank in result if isinstance(of_rank, Seen) and of_rank.error is not None]
     assert not errors, errors[0]
-    return found
+    return result
 
 
 def assert_equal(found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]) -> None:
@@ -367,9 +367,9 @@ def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy):
     # With DeepSpeed, Lightning divides the loss by the number of batches, and DeepSpeed once more.
     for parts in (1,) if strategy in ZERO else (1, 2):
         options = accumulated(strategy) if parts > 1 else {}
-        found = seen(runs, accelerator, Case(strategy, "32-true", PRUNED, options))[0].gradients
+        result = seen(runs, accelerator, Case(strategy, "32-true", PRUNED, options))[0].gradients
         # torch's own bounds for fp32: the same products, summed in another order where threads or GPUs share the work.
-        torch.testing.assert_close(found, by_hand(parts, clipping(strategy) if parts > 1 else None))
+        torch.testing.assert_close(result, by_hand(parts, clipping(strategy) if parts > 1 else None))
 
 
 @on_all
@@ -407,9 +407,9 @@ def test_compiled_models_in_both_processes(runs, strategy):
     assert "body.*" in one.packed
     assert list(one.state) == list(dense.state)
     assert {**one.left, "": None} == {**dense.left, "": None}  # the compiler leaves more on what it was given
-    found, exact = (torch.cat([grad.flatten() for grad in of_run.gradients[1].values()]) for of_run in (one, dense))
-    assert torch.cosine_similarity(found, exact, 0) > 0.98
-    assert not torch.allclose(found, exact, rtol=1e-3)
+    result, exact = (torch.cat([grad.flatten() for grad in of_run.gradients[1].values()]) for of_run in (one, dense))
+    assert torch.cosine_similarity(result, exact, 0) > 0.98
+    assert not torch.allclose(result, exact, rtol=1e-3)
 
 
 # What the processes decide and log together: functions that both of them run.
@@ -478,10 +478,10 @@ class Longer(Net):
 
 def measured_alone(folder: Path) -> Any:
     monitor, logger = MeasuresAlone(verbose=False, log_layers=True), Noting()
-    made = fit_both(Longer(), folder, monitor, max_epochs=2, logger=logger)
+    run = fit_both(Longer(), folder, monitor, max_epochs=2, logger=logger)
     totals = [metrics["actprune/dense_mib"] for _, metrics in logger.got if metrics.keys() >= TOTALS]
     layers = [step for step, metrics in logger.got if "actprune_layers.head.sparsity" in metrics]
-    monitored = made.callback_metrics["actprune/dense_mib"].item()
+    monitored = run.callback_metrics["actprune/dense_mib"].item()
     return [*totals, monitored], layers, [row["dense_bytes"] for row in monitor.history]
 
 
@@ -518,7 +518,7 @@ class Logging(RankNet):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA, once in use, does not survive the fork")
 def test_the_processes_of_a_notebook_with_metrics_reduced_for_the_progress_bar_of_one():
     model = Logging()
-    made = fit(model, strategy="ddp_notebook", devices=RANKS, limit_val_batches=0, enable_progress_bar=True)
-    assert made.callback_metrics["mean"] == 0.5
-    assert made.callback_metrics["actprune/saved_frac"] > 0.3
+    run = fit(model, strategy="ddp_notebook", devices=RANKS, limit_val_batches=0, enable_progress_bar=True)
+    assert run.callback_metrics["mean"] == 0.5
+    assert run.callback_metrics["actprune/saved_frac"] > 0.3
     assert_plain(model)

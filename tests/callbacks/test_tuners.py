@@ -136,19 +136,19 @@ def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, before
         if before:
             resumed.body[0].bias.fill_(1.0)  # and now both
     finder = BatchSizeFinder(steps_per_trial=1, init_val=SIZE)
-    made = trainer(pruning) if before else trainer(pruning, finder)
+    run = trainer(pruning) if before else trainer(pruning, finder)
     if before:
-        Tuner(made).lr_find(resumed, num_training=3)
+        Tuner(run).lr_find(resumed, num_training=3)
         assert pruning.spread != first.spread
-    made.fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
+    run.fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
     assert pruning.spread == first.spread
     assert resumed.seen[-1] == [0.0, 0.5]
 
 
 def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
     model, pruning = Judged(), judged()
-    made = trainer(pruning, **QUICK)
-    Tuner(made).scale_batch_size(model, steps_per_trial=1, init_val=SIZE)
+    run = trainer(pruning, **QUICK)
+    Tuner(run).scale_batch_size(model, steps_per_trial=1, init_val=SIZE)
     assert_clean(model)
     pickle.loads(pickle.dumps(pruning))
     other = Judged()

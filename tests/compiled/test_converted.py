@@ -15,14 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
-from lightning_actprune.convert import (
-    convert_layers,
-    find_saved_compression,
-    mark_layers,
-    new_owner,
-    revert,
-    unmark_layers,
-)
+from lightning_actprune.convert import convert_layers, find_hooks, mark_layers, new_owner, revert, unmark_layers
 from tests.compiled.support import Result, planned, run, step
 from tests.support.conversion_models import Calls
 from tests.support.marks import only
@@ -105,7 +98,7 @@ def converted(model: nn.Module, rules: dict[str, Keep | Recompute | None], weigh
     """Return a copy whose layers compilers see as dense ones, and of which small tensors are packed, too."""
     model, owner = copy.deepcopy(model), new_owner("a test")
     convert_layers(model, Config("balanced", rules=rules), owner)
-    find_saved_compression(model, owner).min_values = 512
+    find_hooks(model, owner).min_values = 512
     mark_layers(model, owner, weight_gradients=weight_gradients)
     return model
 
