@@ -125,19 +125,6 @@ class SavedOp:
         return tuple(f"{name}Backward0" for name in names)
 
     @property
-    def saves_nothing(self) -> bool:
-        """Whether backward needs neither inputs nor result."""
-        return self.inputs is self.result is Use.NOTHING
-
-    def use_of(self, place: int, is_result: bool) -> Use:
-        """Return how backward uses a tensor that the operation saves behind ``place`` others."""
-        if isinstance(self.inputs, tuple) and place < len(self.inputs):
-            return self.inputs[place]
-        if is_result:
-            return self.result
-        return self.inputs if isinstance(self.inputs, Use) else Use.BIAS
-
-    @property
     def op_name(self) -> str:
         """Its name in compiled graphs: ``"aten.gelu"``."""
         return _op_name(self.name)
@@ -157,16 +144,9 @@ def _rows(*names: str, **fields: Any) -> tuple[SavedOp, ...]:
     return tuple(SavedOp(name, **fields) for name in names)
 
 
-def _activation(name: str) -> SavedOp:
-    return SavedOp(name, _U.BOUNDED, kind=_SMOOTH, backward={f"{name}_backward": {1: _U.BOUNDED}})
-
-
-def _norm(name: str, place: int = 1) -> SavedOp:
-    return SavedOp(name, _U.BOUNDED, _U.EXACT, backward={f"{name}_backward": {place: _U.BOUNDED}})
-
-
-def _pooling(name: str) -> SavedOp:
-    return SavedOp(name, _U.SHAPE, backward={f"{name}_backward": {1: _U.SHAPE}})
+def _with_backward(use: Use, *names: str, place: int = 1, **fields: Any) -> tuple[SavedOp, ...]:
+    """Return rows of operations with a backward of their own, which gets the input at ``place``."""
+    return tuple(SavedOp(name, use, backward={f"{name}_backward": {place: use}}, **fields) for name in names)
 
 
 def _attention(name: str, result_place: int) -> SavedOp:
@@ -177,26 +157,22 @@ def _attention(name: str, result_place: int) -> SavedOp:
 
 _U, _K = Use, Kind
 _SMOOTH = _K.POINTWISE | _K.STEADY
+_NORMS = "native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"
+_CONVOLUTIONS = "Convolution", "CudnnConvolution", "SlowConv2D"
 SAVED_OPS: tuple[SavedOp, ...] = (
     # === Products: the gradient of one factor is the incoming one times the other ====================================
     SavedOp("mul", _U.LINEAR, kind=_K.PRODUCT | _K.KEEPS_OUTLIERS | _SMOOTH, backward={"mul": {}}),
     SavedOp("addcmul", _U.LINEAR, kind=_K.PRODUCT | _K.STEADY, backward={"mul": {}}),
     *_rows("mm", "addmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"mm": {1: _U.LINEAR}}),
     *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
-    SavedOp(
-        "convolution",
-        _U.LINEAR,
-        kind=_K.PRODUCT | _K.GEMM,
-        nodes=("Convolution", "CudnnConvolution", "SlowConv2D"),
-        backward={"convolution_backward": {1: _U.LINEAR}},
-    ),
+    *_with_backward(_U.LINEAR, "convolution", kind=_K.PRODUCT | _K.GEMM, nodes=_CONVOLUTIONS),
     *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", "_grouped_mm", inputs=_U.LINEAR, kind=_K.PRODUCT),
     SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, only=("exponent", (2, 3))),  # of 3 it is bounded
     SavedOp("linalg_vector_norm", _U.LINEAR, only=("ord", (2,))),  # x / |x|, since |x| is saved exactly
     # === Of bounded error ============================================================================================
-    *map(_activation, ("gelu", "silu", "mish", "softplus")),
-    *map(_norm, ("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")),
-    _norm("cudnn_batch_norm", 0),
+    *_with_backward(_U.BOUNDED, "gelu", "silu", "mish", "softplus", kind=_SMOOTH),
+    *_with_backward(_U.BOUNDED, *_NORMS, result=_U.EXACT),
+    *_with_backward(_U.BOUNDED, "cudnn_batch_norm", place=0, result=_U.EXACT),
     # === Attention: the place of the result in backward differs ======================================================
     *(_attention(name, 4) for name in ("flash_attention", "flash_attention_for_cpu", "cudnn_attention")),
     _attention("efficient_attention", 5),
@@ -211,8 +187,8 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     ),
     # === Exact, in less than the values ==============================================================================
     SavedOp("relu", _U.NOTHING, _U.SIGN, _SMOOTH, backward={"threshold_backward": {1: _U.SIGN}, "le": {0: _U.SIGN}}),
-    *map(_pooling, ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
-    *map(_pooling, ("max_pool2d_with_indices", "max_pool3d_with_indices")),
+    *_with_backward(_U.SHAPE, "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+    *_with_backward(_U.SHAPE, "max_pool2d_with_indices", "max_pool3d_with_indices"),
     # === Exact, or nothing: for code that walks a graph ==============================================================
     *_rows("add", "sub", "neg", inputs=_U.NOTHING, kind=_K.KEEPS_OUTLIERS | _SMOOTH),
     SavedOp("div", kind=_K.KEEPS_OUTLIERS | _K.QUOTIENT | _K.POINTWISE),

@@ -67,7 +67,9 @@ _MASKS, _KEEP_MASKS = ops_of(Kind.SETS_VALUES), ops_of(Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
 """Nodes among which a mask or a quotient is looked for."""
 _QUOTIENTS = ops_of(Kind.QUOTIENT)
-_SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.saves_nothing) - ops_of(Kind.HOLDS_VALUES)
+_SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.inputs is row.result is Use.NOTHING) - ops_of(
+    Kind.HOLDS_VALUES
+)
 """Operations that save nothing; but of a part of a step somebody else may save something."""
 
 

@@ -248,10 +248,6 @@ def _attributes(module: nn.Module) -> list[Any]:
     return [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
 
 
-def _nowhere(fqn: str) -> bool:
-    return False
-
-
 class SavedTensorCompression:
     """Quantize what autograd saves while a module runs, if nothing better is known about it (see the module).
 
@@ -292,7 +288,7 @@ class SavedTensorCompression:
         keep: Keep | None = None,
         *,
         min_values: int = 2**16,
-        dense: Callable[[str], bool] = _nowhere,
+        dense: Callable[[str], bool] = lambda fqn: False,
         parameter_bits: int | None = None,
         operations: Mapping[str, int | None] | None = None,
         attention: Mapping[str, int] | None = None,
@@ -335,7 +331,7 @@ class SavedTensorCompression:
 
     def for_compilers(self) -> Model:
         """Return how a compiler is to keep what no layer is known for, of which it does not know the module."""
-        inside = bool(self._left_alone_itself) or any(next(m.children(), None) is not None for m in self._left_alone)
+        inside = bool(self._left_alone_itself) or any(map(_has_children, self._left_alone))
         unknown = inside or any(operator_of(module) is None for module in self._left_alone)
         policy = self._policy
         if unknown:
