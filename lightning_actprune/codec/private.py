@@ -51,6 +51,8 @@ Name                                   Says                              Without
 ``torch.nn.modules.module``'s hooks    whether there are any for all     there may be: modules are not fused
 ``_inductor``'s and ``_functorch``'s   lets a pass see the joint graph   compiled layers keep what they do without it
   ``joint_custom_...`` and their kin   of forward and backward           (error where a pass is to be installed)
+``seq_nr``, ``original_aten`` and      which operation of forward a node what no layer has marked stays as it is where
+  ``partitioner_tag`` of graph nodes   of backward belongs to            a rule leaves a layer or an operation dense
 ``_inductor.lowering``'s and ``ir``'s  lets inductor's code call what    it calls operators, slower
                                        packs
 ====================================== ================================= ==============================================
@@ -432,6 +434,25 @@ def joint_passes() -> JointPasses:
     base = [found(name, object) for name in FOR_JOINT_PASSES][2]
     inductor, functorch = (found(name.rpartition(".")[0]) for name in FOR_JOINT_PASSES[:2])
     return JointPasses(inductor, functorch, base)
+
+
+def sequence_number(node: Any) -> int | None:
+    """Return the number of the autograd node that a node of a joint graph belongs to, in forward or in backward."""
+    number: int | None = node.meta.get("seq_nr")
+    return number
+
+
+def original_operation(node: Any) -> str:
+    """Return the name of the operation of which a node of a graph is a part: ``"aten.gelu"``, ``""`` if unknown."""
+    return str(getattr(node.meta.get("original_aten"), "overloadpacket", ""))
+
+
+def is_of_autograd(node: Any) -> bool:
+    """Return whether a node of a joint graph is a part of the backward of one of torch's operations.
+
+    Nodes of backward that a custom function has written are not: they have the numbers of any operations.
+    """
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 class Lowering(NamedTuple):

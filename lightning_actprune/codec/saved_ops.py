@@ -1,19 +1,20 @@
 """The table of operations: what autograd saves for each, and how backward uses that.
 
-Backward computes a gradient from the incoming one, ``g``, and from tensors that forward saved. Stored in few bits, a
-saved value ``x`` comes back with an error of mean zero, of at most half a step of its block: ``d``. What that does to
-the gradient depends on how backward uses ``x``::
+Backward computes a gradient from the incoming one, ``g``, and from tensors that forward saved. A saved value ``x`` that
+is stored in few bits comes back with an error of mean zero, of at most half a step of its block: ``d``. What that does
+to the gradient depends on how backward uses ``x``::
 
-    use           backward                                error of the gradient               stored
-    LINEAR        multiplies by x: x * y, x @ w, x^2      mean zero                           in bits
-    BOUNDED       computes f(x) g of a smooth f           at most L d |g|, see below          in bits
-    QUERY ...     computes attention again                grows with the logits               in bits
-    ATTENDED      multiplies the result of attention by g mean zero                           in bits
-    WEIGHTS       multiplies a softmax p by g and p       bounded, since 0 <= p <= 1          in bits, compiled
-    SIGN          asks whether a result is above 0        none                                exactly, 1 bit compiled
-    SHAPE         asks for the shape of x alone           none                                in the fewest bits
-    BIAS          adds a bias of attention again          any: minus infinity where it masks  exactly
-    EXACT         does anything else                      any, see below                      exactly
+    use         backward                               error of the gradient              stored
+    LINEAR      multiplies by x: x * y, x @ w, x^2     mean zero                          in bits
+    BOUNDED     computes g f(x) with a smooth f        at most L d |g|, see below         in bits
+    QUERY, KEY  computes attention again               grows with the logits              in bits
+    VALUE       multiplies by x                        mean zero                          in bits
+    ATTENDED    multiplies the result of attention     mean zero                          in bits
+    WEIGHTS     multiplies a softmax p: g p, p sum(gp) bounded, since 0 <= p <= 1         in bits, if compiled
+    SIGN        asks whether a result is above 0       none                               one bit each, if compiled
+    SHAPE       asks for the shape of x alone          none                               nothing, or the fewest bits
+    BIAS        adds a bias of attention again         any: a mask is minus infinity      exactly
+    EXACT       does anything else                     any, see below                     exactly
 
 *Bounded* are, with the largest slope ``L`` of the derivative::
 
@@ -27,18 +28,19 @@ the gradient depends on how backward uses ``x``::
 values), a coordinate is that of another pixel (``grid_sample``), a difference of large numbers is nothing but their
 errors (``var`` of values far from zero).
 
-**One name for eager and compiled code.** A row has the name of an operation in ``torch.ops.aten``, ``"gelu"``. In a
-compiled graph that is ``aten.gelu``, and ``aten.gelu_backward`` reads what it saved (``backward``). In eager mode
-autograd makes a node of it, ``GeluBackward0``: the name in camel case, unless ``nodes`` says otherwise.
+**Names.** A row has the name of an operation in ``torch.ops.aten``, such as ``"gelu"``. In eager mode autograd makes a
+node of it, ``GeluBackward0``: the name in camel case, unless ``nodes`` says otherwise. In a compiled graph it is
+``aten.gelu`` in forward, and ``aten.gelu_backward`` reads what it saved (``backward``). Where inductor decomposes
+either into several nodes, each of them names the whole (``codec.private.original_operation``).
 
-**How a tensor is stored** that has passed what either of them asks first (is it large, an activation, and not left out
-by a rule?) is decided in one place, ``storage_for``, by its use, by what is known of it (``Facts``) and by the model's
-rules (``Policy``).
+**How a tensor is stored** is decided by ``storage_for`` alone, in eager mode and in compiled code: from its use, from
+what else is known of it (``Facts``), and from the model's rules (``Policy``). Which tensors are too small, weights, or
+left out by a rule for their module, the two find out themselves.
 
 **To add a row**, look at ``y.grad_fn.name()``, and at its attributes ``_saved_...`` for what is saved. Derive the
-gradient: which line above does it use ``x`` by? Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or ``SHAPE_ALONE``
-of ``tests/operators/test_sites.py``, which disturbs what is saved and compares the gradient's error with the bound.
-Rows without uses are there for who walks a graph, by their ``kind``.
+gradient, and find the line above by which it uses ``x``. Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or
+``SHAPE_ALONE`` of ``tests/operators/test_sites.py``: tests disturb what is saved, and compare the error with the bound.
+Rows without uses are there for code that walks a graph, by their ``kind``.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Use(Enum):
 
 
 class Kind(Flag):
-    """What an operation is, for who walks a graph. It may be several of these."""
+    """What an operation is, for code that walks a graph. It may be several of these."""
 
     OTHER = 0
     VIEW = auto()  # all values of its input, in its memory
@@ -123,19 +125,6 @@ class SavedOp:
         return tuple(f"{name}Backward0" for name in names)
 
     @property
-    def saves_nothing(self) -> bool:
-        """Whether backward needs neither inputs nor result."""
-        return self.inputs is self.result is Use.NOTHING
-
-    def use_of(self, place: int, is_result: bool) -> Use:
-        """Return how backward uses a tensor that the operation saves behind ``place`` others."""
-        if isinstance(self.inputs, tuple) and place < len(self.inputs):
-            return self.inputs[place]
-        if is_result:
-            return self.result
-        return self.inputs if isinstance(self.inputs, Use) else Use.BIAS
-
-    @property
     def op_name(self) -> str:
         """Its name in compiled graphs: ``"aten.gelu"``."""
         return _op_name(self.name)
@@ -155,12 +144,9 @@ def _rows(*names: str, **fields: Any) -> tuple[SavedOp, ...]:
     return tuple(SavedOp(name, **fields) for name in names)
 
 
-def _activation(name: str) -> SavedOp:
-    return SavedOp(name, _U.BOUNDED, kind=_SMOOTH, backward={f"{name}_backward": {1: _U.BOUNDED}})
-
-
-def _pooling(name: str) -> SavedOp:
-    return SavedOp(name, _U.SHAPE, backward={f"{name}_backward": {1: _U.SHAPE}})
+def _with_backward(use: Use, *names: str, place: int = 1, **fields: Any) -> tuple[SavedOp, ...]:
+    """Return rows of operations with a backward of their own, which gets the input at ``place``."""
+    return tuple(SavedOp(name, use, backward={f"{name}_backward": {place: use}}, **fields) for name in names)
 
 
 def _attention(name: str, result_place: int) -> SavedOp:
@@ -171,32 +157,29 @@ def _attention(name: str, result_place: int) -> SavedOp:
 
 _U, _K = Use, Kind
 _SMOOTH = _K.POINTWISE | _K.STEADY
+_NORMS = "native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"
+_CONVOLUTIONS = "Convolution", "CudnnConvolution", "SlowConv2D"
 SAVED_OPS: tuple[SavedOp, ...] = (
     # === Products: the gradient of one factor is the incoming one times the other ====================================
     SavedOp("mul", _U.LINEAR, kind=_K.PRODUCT | _K.KEEPS_OUTLIERS | _SMOOTH, backward={"mul": {}}),
     SavedOp("addcmul", _U.LINEAR, kind=_K.PRODUCT | _K.STEADY, backward={"mul": {}}),
     *_rows("mm", "addmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"mm": {1: _U.LINEAR}}),
     *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
-    SavedOp(
-        "convolution",
-        _U.LINEAR,
-        kind=_K.PRODUCT | _K.GEMM,
-        nodes=("Convolution", "CudnnConvolution", "SlowConv2D"),
-        backward={"convolution_backward": {1: _U.LINEAR}},
-    ),
+    *_with_backward(_U.LINEAR, "convolution", kind=_K.PRODUCT | _K.GEMM, nodes=_CONVOLUTIONS),
     *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", "_grouped_mm", inputs=_U.LINEAR, kind=_K.PRODUCT),
     SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, only=("exponent", (2, 3))),  # of 3 it is bounded
     SavedOp("linalg_vector_norm", _U.LINEAR, only=("ord", (2,))),  # x / |x|, since |x| is saved exactly
     # === Of bounded error ============================================================================================
-    *map(_activation, ("gelu", "silu", "mish", "softplus")),
-    *_rows("native_layer_norm", "native_group_norm", "_fused_rms_norm", inputs=_U.BOUNDED, result=_U.EXACT),
-    SavedOp("native_batch_norm", _U.BOUNDED, _U.EXACT, nodes=("NativeBatchNorm", "CudnnBatchNorm")),
+    *_with_backward(_U.BOUNDED, "gelu", "silu", "mish", "softplus", kind=_SMOOTH),
+    *_with_backward(_U.BOUNDED, *_NORMS, result=_U.EXACT),
+    *_with_backward(_U.BOUNDED, "cudnn_batch_norm", place=0, result=_U.EXACT),
     # === Attention: the place of the result in backward differs ======================================================
     *(_attention(name, 4) for name in ("flash_attention", "flash_attention_for_cpu", "cudnn_attention")),
     _attention("efficient_attention", 5),
     _attention("fused_attention_overrideable", 6),
     *_rows(
-        *("_softmax", "_safe_softmax"),
+        "_softmax",
+        "_safe_softmax",
         inputs=_U.NOTHING,
         result=_U.WEIGHTS,
         kind=_K.SOFTMAX,
@@ -204,9 +187,9 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     ),
     # === Exact, in less than the values ==============================================================================
     SavedOp("relu", _U.NOTHING, _U.SIGN, _SMOOTH, backward={"threshold_backward": {1: _U.SIGN}, "le": {0: _U.SIGN}}),
-    *map(_pooling, ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
-    *map(_pooling, ("max_pool2d_with_indices", "max_pool3d_with_indices")),
-    # === Exact, or nothing: for who walks a graph ====================================================================
+    *_with_backward(_U.SHAPE, "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+    *_with_backward(_U.SHAPE, "max_pool2d_with_indices", "max_pool3d_with_indices"),
+    # === Exact, or nothing: for code that walks a graph ==============================================================
     *_rows("add", "sub", "neg", inputs=_U.NOTHING, kind=_K.KEEPS_OUTLIERS | _SMOOTH),
     SavedOp("div", kind=_K.KEEPS_OUTLIERS | _K.QUOTIENT | _K.POINTWISE),
     SavedOp("reciprocal", _U.NOTHING, _U.EXACT, _K.QUOTIENT | _K.POINTWISE),
@@ -302,6 +285,15 @@ class Policy:
     parameter: int = 0
     operations: tuple[tuple[str, int], ...] = ()
 
+    def bits_by_rule(self, operation: str) -> int | None:
+        """Return the bits that a rule says for an operation, which it may name as ``aten`` or as autograd does."""
+        return {_key(name): bits for name, bits in self.operations}.get(_key(operation))
+
+
+def _key(name: str) -> str:
+    """Return the same for ``"grid_sampler_2d"`` and for ``"grid_sampler2_d"``, as which eager mode knows it."""
+    return name.rpartition(".")[2].replace("_", "").lower()
+
 
 class Facts(NamedTuple):
     """What is known of a saved tensor. Eager hooks and compiled code find it out each in their own way.
@@ -344,7 +336,7 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
     """Return how a saved tensor is stored.
 
     Args:
-        operation: Name of the operation whose backward reads it, as rules know it.
+        operation: Name of the operation whose backward reads it, ``""`` if no rule by its name is about that.
         use: How that uses it.
         facts: What is known of the tensor, of use for products and what has a bounded error.
         policy: The model's rules.
@@ -356,13 +348,15 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
         >>> storage_for("mul", Use.LINEAR, Facts(is_masked=True), policy).how
         'exact'
     """
-    by_rule = dict(policy.operations).get(operation)
-    if by_rule is not None:
-        return Storage("bits", by_rule) if by_rule else Storage("exact", reason=_BY_RULE)
+    by_rule = policy.bits_by_rule(operation)
+    if by_rule == 0:
+        return Storage("exact", reason=_BY_RULE)
     if use is Use.SHAPE:
         return Storage("shape")
     if use is Use.SIGN:
         return Storage("signs")
+    if by_rule is not None:
+        return Storage("bits", by_rule)
     if is_exact(use):
         return Storage("exact", reason=_BIAS if use is Use.BIAS else _NOT_KNOWN)
     bits = {

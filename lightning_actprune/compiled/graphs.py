@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_actprune.codec.private import is_of_autograd, original_operation, sequence_number
 from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
 from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 
@@ -209,6 +210,7 @@ class Joint:
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
         retained: Nodes in whose memory outputs lie, which somebody may hold until backward; none in a piece of a graph.
         given: Inputs that get no gradient, such as the batch.
+        names_operations: Whether nodes of backward say which operation they belong to.
         changing: Inputs that forward writes to, and what depends on them: backward would find other values there.
         order: Places of the nodes.
     """
@@ -236,6 +238,21 @@ class Joint:
         is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in given)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
         self.given = self._without_gradient(nodes) if self.tangent else set()
+        self._operations = dict[int | None, Node]()
+        for node in nodes:
+            # What needs no gradient has the number of the operation before it: the first one is that with the number.
+            if node in self.forward and node.op == "call_function":
+                self._operations.setdefault(sequence_number(node), node)
+        self._operations.pop(None, None)
+        self.names_operations = any(self.operation_of(node) is not None for node in self.tangent)
+
+    def operation_of(self, reader: Node) -> Node | None:
+        """Return the first node of the operation in forward whose backward a node is a part of, ``None`` if unknown.
+
+        It is unknown of what custom functions compute, and where inductor has put other operations in its place.
+        """
+        operation = self._operations.get(sequence_number(reader)) if is_of_autograd(reader) else None
+        return None if operation is None or not original_operation(operation) else operation
 
     def _without_gradient(self, nodes: list[Node]) -> set[Node]:
         """Return the inputs of forward in whose place there is no gradient, of which the last results are a list."""

@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 
 from torch.fx import Node
 
+from lightning_actprune.codec.private import original_operation, sequence_number
 from lightning_actprune.codec.saved_ops import (
     SAVED_OPS,
     Facts,
@@ -66,7 +67,9 @@ _MASKS, _KEEP_MASKS = ops_of(Kind.SETS_VALUES), ops_of(Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
 """Nodes among which a mask or a quotient is looked for."""
 _QUOTIENTS = ops_of(Kind.QUOTIENT)
-_SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.saves_nothing) - ops_of(Kind.HOLDS_VALUES)
+_SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.inputs is row.result is Use.NOTHING) - ops_of(
+    Kind.HOLDS_VALUES
+)
 """Operations that save nothing; but of a part of a step somebody else may save something."""
 
 
@@ -109,7 +112,7 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
     Raises:
         Refused: If it needs all values as they are.
     """
-    name, layer = name_of(read.reader), read.layer
+    layer = read.layer
     use = _use_of(joint, read.node, read.reader)
     if layer is not None and use not in (Use.SIGN, Use.SHAPE):
         assert read.mark is not None
@@ -118,7 +121,8 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
         if layer.bits in (0, HALF) and parts == 0:
             raise Refused("the layer's rule keeps values as they are")
         return Values(layer.bits, layer.block_size, parts, layer.scope, layer.selection, layer.operator)
-    storage = storage_for(name, use, _facts(joint, model, read, use), model)
+    operation = "" if layer is not None else _operation_of(joint, model, read, use)
+    storage = storage_for(operation, use, _facts(joint, model, read, use), model)
     if storage.how == "signs" or storage.how == "shape":
         return storage.how
     if storage.how == "exact":
@@ -128,8 +132,30 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
     return Values(storage.bits, model.block_size)
 
 
+def _operation_of(joint: Joint, model: Model, read: Read, use: Use) -> str:
+    """Return the name of the operation whose backward reads a value, ``""`` if no rule by its name is about that.
+
+    Raises:
+        Refused: If it is unknown, and a rule leaves what some operation saves as it is.
+    """
+    operation = joint.operation_of(read.reader)
+    if operation is not None:
+        name = original_operation(operation)
+        is_result = sequence_number(source_of(read.node)) == sequence_number(operation)
+        # As in eager mode, of all results a rule packs that of attention alone.
+        return "" if is_result and use is not Use.ATTENDED and model.bits_by_rule(name) else name
+    name = name_of(read.reader)
+    if name.endswith("_backward"):
+        return name.removesuffix("_backward")
+    if any(bits == 0 for _, bits in model.operations):
+        raise Refused("a rule may leave the operation as it is that reads it")
+    return ""
+
+
 def _use_of(joint: Joint, given: Node, reader: Node) -> Use:
     """Return how a reader uses a value."""
+    if Use.BOUNDED in of_backward(original_operation(reader)).values():  # of which inductor makes several nodes
+        return Use.BOUNDED
     if _is_product(joint, given, reader):
         return Use.WEIGHTS if is_softmax(source_of(given)) else Use.LINEAR
     places = [place for place, value in enumerate(reader.args) if value is given]
@@ -146,7 +172,7 @@ def _facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:
     return Facts(
         is_for_parameter=_is_for_a_parameter(read.reader),
         has_step_as_factor=is_product and _has_step_as_factor(joint, source_of(read.node)),
-        may_stay_dense=use is Use.BOUNDED or not (is_product or model.weight_gradients),
+        may_stay_dense=use is Use.BOUNDED or not ((is_product and joint.names_operations) or model.weight_gradients),
         is_masked=is_masked(read.node),
     )
 

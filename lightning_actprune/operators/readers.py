@@ -59,7 +59,11 @@ def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
     row = of_node(node.name())
     if row is None or (row.only is not None and getattr(node, f"_saved_{row.only[0]}", None) not in row.only[1]):
         return Use.EXACT
-    return row.use_of(place, is_result)
+    if isinstance(row.inputs, tuple) and place < len(row.inputs):
+        return row.inputs[place]
+    if is_result:
+        return row.result
+    return row.inputs if isinstance(row.inputs, Use) else Use.BIAS
 
 
 def nodes_since(outputs: Any, number: int) -> dict[int, Any]:

@@ -247,10 +247,6 @@ def _attributes(module: nn.Module) -> list[Any]:
     return [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
 
 
-def _nowhere(fqn: str) -> bool:
-    return False
-
-
 class SavedTensorCompression:
     """Quantize what autograd saves while a module runs, if nothing better is known about it (see the module).
 
@@ -291,7 +287,7 @@ class SavedTensorCompression:
         keep: Keep | None = None,
         *,
         min_values: int = 2**16,
-        dense: Callable[[str], bool] = _nowhere,
+        dense: Callable[[str], bool] = lambda fqn: False,
         parameter_bits: int | None = None,
         operations: Mapping[str, int | None] | None = None,
         attention: Mapping[str, int] | None = None,
@@ -305,12 +301,13 @@ class SavedTensorCompression:
             raise ValueError("`keep` must have `bits`: nothing else is done to what is saved. HINT: Keep(bits=8).")
         self._block_size, self._bits = keep.block_size, keep.bits
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
-        self._operations = {name: check_bits(bits, "operations") for name, bits in (operations or {}).items()}
         bits = dict.fromkeys(("saved", "query", "key", "value", "attended"), keep.bits) | dict(attention or {})
         self._policy = Policy(
             **bits,
             parameter=check_bits(parameter_bits, "parameter_bits") or keep.bits,
-            operations=tuple((name, of_one or 0) for name, of_one in self._operations.items()),
+            operations=tuple(
+                (name, check_bits(of, "operations") or 0) for name, of in sorted((operations or {}).items())
+            ),
         )
         self._decisions: dict[Site, Decision] = {}
         self.decided = Decided()
@@ -333,11 +330,12 @@ class SavedTensorCompression:
 
     def for_compilers(self) -> Model:
         """Return how a compiler is to keep what no layer is known for, of which it does not know the module."""
-        inside = bool(self._left_alone_itself) or any(next(m.children(), None) is not None for m in self._left_alone)
+        inside = bool(self._left_alone_itself) or any(map(_has_children, self._left_alone))
         unknown = inside or any(operator_of(module) is None for module in self._left_alone)
-        policy = replace(self._policy, operations=())
+        policy = self._policy
         if unknown:
-            policy = replace(policy, saved=0, parameter=0)
+            left = tuple((name, bits) for name, bits in policy.operations if not bits)
+            policy = replace(policy, saved=0, parameter=0, operations=left)
         if inside:
             policy = replace(policy, query=0, key=0, value=0, attended=0)
         return Model(**vars(policy), block_size=self._block_size, min_values=self.min_values)
@@ -481,7 +479,7 @@ class SavedTensorCompression:
         if (
             not decision.bits
             or decision.operation not in _CHECKED
-            or decision.operation in self._operations
+            or self._policy.bits_by_rule(decision.operation) is not None
             or _is_captured(tensor)
             or not loses_values(as_read(tensor, layout), layout.block)
         ):
@@ -498,7 +496,7 @@ class SavedTensorCompression:
         return changed
 
     def _may_read(self, node: str) -> bool:
-        return node in READERS or self._operations.get(operator_name(node)) is not None
+        return node in READERS or bool(self._policy.bits_by_rule(operator_name(node)))
 
     def _decide(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> None:
         """Decide how what a site saves is kept, and keep so what waits for that."""
@@ -521,7 +519,7 @@ class SavedTensorCompression:
         if node is None:
             return Decision(0, "unknown", "its operation is not behind an output of its module")
         name, use = operator_name(node.name()), use_of(node, stay.site.place, stay.is_result)
-        judged = use in (Use.LINEAR, Use.BOUNDED) and name not in self._operations
+        judged = use in (Use.LINEAR, Use.BOUNDED) and self._policy.bits_by_rule(name) is None
         facts = self._facts(stay, nodes, operations) if judged else Facts()
         storage = storage_for(name, use, facts, self._policy)
         return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, name, storage.reason)

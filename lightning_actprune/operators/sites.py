@@ -43,11 +43,6 @@ MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
 
-def _is_result(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has a history, and the operation that is saving it has computed it."""
-    return tensor.grad_fn is not None and is_own_result(tensor)
-
-
 def is_own_result(tensor: Tensor) -> bool:
     """Return whether the operation that is saving ``tensor``, which has a history, has computed it.
 
@@ -217,7 +212,8 @@ class Operations:
         saving.count += 1
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             saving.parameters.append(tensor.numel())
-        if self.watched and tensor.requires_grad and tensor.numel() < MOST_SHARED and not _is_result(tensor):
+        is_small = self.watched and tensor.requires_grad and tensor.numel() < MOST_SHARED
+        if is_small and (tensor.grad_fn is None or not is_own_result(tensor)):
             address = tensor.untyped_storage()._cdata
             saving.small.append((address, tensor.numel()))
             self._users.setdefault(address, set()).add(number)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.compiled import graphs, readers
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import convert_layers, find_hooks, mark_layers, new_owner, revert, unmark_layers
@@ -149,6 +150,26 @@ def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients: bool):
     rows = step(converted(model, {"blocks.0.proj": None}, weight_gradients), x).rows
     attended = [row.how for row in rows if len(row.readers) > 1 and any("attention" in name for name in row.readers)]
     assert attended == ["packed" if weight_gradients else "as it is"]
+
+
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.integration)])
+@pytest.mark.parametrize(
+    ("rules", "forward", "packed"),
+    [
+        ({}, lambda model, x: (y := model.fc(x)) * y.mean(-1, keepdim=True).sigmoid(), True),
+        ({"operation:mul": None}, lambda model, x: (y := model.fc(x)) * y.mean(-1, keepdim=True).sigmoid(), False),
+        ({"operation:sin": Keep(bits=8)}, lambda model, x: model.fc(x).sin(), True),
+        ({"norm": None}, lambda model, x: model.norm(model.fc(x)), False),
+    ],
+)
+def test_operations_are_known_where_inductor_decomposes_them(rules, forward, packed: bool, named: bool, monkeypatch):
+    """Without the names of operations in the graph's metadata what may be another one's stays as it is."""
+    if not named:
+        monkeypatch.setattr(graphs, "is_of_autograd", lambda node: False)
+        monkeypatch.setattr(readers, "original_operation", lambda node: "")
+    model = converted(Calls(forward, fc=nn.Linear(64, 64), norm=nn.GroupNorm(8, 32, affine=False)), rules)
+    rows = step(model, torch.randn(8, 32, 64), backend=planned).rows
+    assert [row.how for row in rows if row.name == "aten.addmm"] == ["packed" if packed and named else "as it is"]
 
 
 @pytest.mark.integration

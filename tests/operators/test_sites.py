@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.codec.saved_ops import Use
+from lightning_actprune.codec.saved_ops import SAVED_OPS, Use
 from lightning_actprune.operators.readers import ATTENTION, READERS, is_masked, loses_values, use_of
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compression import Runs, activation, gradients
@@ -172,22 +172,6 @@ def test_outliers_are_looked_for_now_and_then():
             module(with_outliers(x))
 
 
-def test_what_lies_behind_no_output_stays_as_it_is():
-    kept: list[Tensor] = []
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        kept.append(x * w)  # whoever reads it, no module returns it
-        return x + 1
-
-    model = Runs(run, (64,))
-    with SavedTensorCompression(model, min_values=256) as saving:
-        for _ in range(2):
-            model(activation())
-    assert saving.rows == []
-    assert [(row.operation, row.count) for row in saving.left] == [("unknown", 2)]
-    kept[0].sum().backward()
-
-
 class Leaves(nn.Module):
     """Returns, or leaves somewhere, what is behind its operations."""
 
@@ -199,6 +183,8 @@ class Leaves(nn.Module):
         return self.leave(self, given, x * self.weight)
 
 
+Row, Slots = make_dataclass("Row", ["y"]), make_dataclass("Slots", ["y"], slots=True)
+NOWHERE: list[Tensor] = []
 LEAVES = {
     "dataclass": lambda module, given, y: Row(Row(y)),
     "object": lambda module, given, y: SimpleNamespace(rows=[{"y": y}]),
@@ -206,27 +192,20 @@ LEAVES = {
     "attribute": lambda module, given, y: setattr(module, "kept", y),
     "own list": lambda module, given, y: module.own.append(y),
     "given list": lambda module, given, y: given.append(y),
+    "nowhere": lambda module, given, y: NOWHERE.append(y),  # which no module returns
 }
-
-
-@dataclass
-class Row:
-    y: Any
-
-
-class Slots:
-    __slots__ = ("y",)
-
-    def __init__(self, y: Tensor) -> None:
-        self.y = y
 
 
 @pytest.mark.parametrize("leaves", LEAVES)
 def test_operations_are_known_behind_outputs_of_any_shape(leaves: str):
     model = Leaves(LEAVES[leaves])
     with SavedTensorCompression(model, min_values=256) as saving:
-        model(activation(), [])
-    assert [(row.fqn, row.count) for row in saving.rows] == [("(root)", 1)]
+        for _ in range(2):
+            model(activation(), [])
+    assert [(row.fqn, row.count) for row in saving.rows] == [("(root)", 2)] * (leaves != "nowhere")
+    assert [(row.operation, row.count) for row in saving.left] == [("unknown", 2)] * (leaves == "nowhere")
+    if leaves == "nowhere":
+        NOWHERE[0].sum().backward()
 
 
 def test_what_is_read_before_its_module_returns_is_exact():
@@ -358,8 +337,8 @@ ELSEWHERE = {"CudnnConvolution", "SlowConv2D", "Linear", "CudnnBatchNorm", "Fuse
 """Nodes that other devices, types or builds of torch make."""
 
 
-def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: Tensor | None) -> tuple[Tensor, str]:
-    """Return the gradient of ``x`` if what is saved of it is off by ``noise``, and the node that read it."""
+def disturbed_gradient(name: str, function: Callable[[Tensor], Tensor], x: Tensor, noise: Tensor | None) -> Tensor:
+    """Return the gradient of ``x`` if what is saved of it is off by ``noise``; the node of that name reads it."""
     readers: list[str] = []
 
     def unpack(kept: tuple[Tensor, bool]) -> Tensor:
@@ -367,12 +346,9 @@ def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: T
         if not is_x:
             return tensor
         readers.append(torch._C._current_autograd_node().name())
-        assert noise is not None
-        part = noise.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return tensor + part
+        return tensor + noise.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    x = x.clone()
-    leaf = x.requires_grad_()
+    leaf = x.clone().requires_grad_()
     address = leaf.untyped_storage()._cdata
     mark = lambda tensor: (tensor.detach(), noise is not None and tensor.untyped_storage()._cdata == address)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(mark, unpack):
@@ -382,15 +358,15 @@ def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: T
     others = [node.variable for node in nodes_of(y) if hasattr(node, "variable")]
     torch.autograd.backward([y], [outer], inputs=others)
     found = [leaf.grad, *(other.grad for other in others if other is not leaf)]
-    return torch.cat([grad.flatten() for grad in found if grad is not None]), readers[0] if readers else ""
+    assert noise is None or readers[0] == f"{name.split(',')[0]}Backward0"
+    return torch.cat([grad.flatten() for grad in found if grad is not None])
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_gradients_are_right_on_average(name: str):
     dtype, near = (torch.float32, 1e-5) if name == "GroupedMm" else (torch.float64, 1e-12)
     x, noise = weights(4, 8, 16).to(dtype), (D * weights(4, 8, 16).sin()).to(dtype)
-    (exact, _), (up, reader), (down, _) = (disturbed_gradient(LINEAR[name], x, n) for n in (None, noise, -noise))
-    assert reader == f"{name}Backward0"
+    exact, up, down = (disturbed_gradient(name, LINEAR[name], x, n) for n in (None, noise, -noise))
     assert not torch.equal(up, exact)
     torch.testing.assert_close((up + down) / 2, exact, rtol=near, atol=near)
 
@@ -399,14 +375,12 @@ def test_linear_gradients_are_right_on_average(name: str):
 def test_other_gradients_are_off_by_no_more_than_is_said(name: str):
     function, bound = NOT_LINEAR[name]
     x = 2 * weights(4, 8, 16)
-    exact, _ = disturbed_gradient(function, x, None)
+    exact = disturbed_gradient(name, function, x, None)
     torch.manual_seed(5)
     outer = torch.randn(4, 8, 16, dtype=torch.float64)
     for seed in range(5):
         noise = D * (2 * torch.rand(4, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1)
-        made, reader = disturbed_gradient(function, x, noise)
-        assert reader == f"{name.split(',')[0]}Backward0"
-        error = (made - exact).view(4, 8, 16).abs()
+        error = (disturbed_gradient(name, function, x, noise) - exact).view(4, 8, 16).abs()
         assert error.max() > 0
         assert (error <= 1.001 * bound(x, outer)).all()
 
@@ -414,15 +388,20 @@ def test_other_gradients_are_off_by_no_more_than_is_said(name: str):
 @pytest.mark.parametrize("name", SHAPE_ALONE)
 def test_pooling_reads_no_value(name: str):
     x = weights(2, 4, 4, 4)
-    exact, _ = disturbed_gradient(SHAPE_ALONE[name], x, None)
-    made, reader = disturbed_gradient(SHAPE_ALONE[name], x, torch.full_like(x, 1e30))
-    assert reader == f"{name}Backward0"
+    exact, made = (disturbed_gradient(name, SHAPE_ALONE[name], x, n) for n in (None, torch.full_like(x, 1e30)))
     assert torch.equal(made, exact)
 
 
-def test_every_reader_is_tested():
+def test_every_row_is_tested_and_names_nodes_and_arguments_of_backward_that_torch_has():
     tested = {name.split(",")[0] for name in (*LINEAR, *NOT_LINEAR, *SHAPE_ALONE)} | ELSEWHERE
     assert {f"{name}Backward0" for name in tested} == READERS - ATTENTION
+    names = {Use.QUERY: "query", Use.KEY: "key", Use.VALUE: "value", Use.ATTENDED: "out", Use.BOUNDED: "self, input"}
+    names[Use.SHAPE] = "self"
+    for row in SAVED_OPS:
+        assert all(hasattr(torch._C._functions, node) for node in row.node_names), row
+        for backward, uses in row.backward.items():
+            for place, name in [(place, names[use]) for place, use in uses.items() if use in names]:
+                assert getattr(torch.ops.aten, backward).default._schema.arguments[place].name in name, row
 
 
 def test_some_powers_and_norms_may_not():
