@@ -20,7 +20,7 @@ each operator that it covers:
     Linear layers keep two bits a value and convolutions three, or two in nets with eight or more batch norms and fewer
     smooth activation functions, such as ResNets. Activation functions keep three bits, norms and attention's value
     four, layer scales two. Affine layers keep three, so that linear layers that read their output need none of their
-    own (see ``operators.reuse``). Few rows, query, key and the result of attention are kept as by ``balanced``.
+    own (see ``operators.weight_grad``). Few rows, query, key and the result of attention are kept as by ``balanced``.
 
 ``recompute``
     The largest repeated class of blocks (``operators.recompute.find_blocks``) runs again in backward, from inputs that

@@ -60,12 +60,12 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.activation import CompressedReLU
 from lightning_actprune.operators.base import CompressedLayer, hooked
-from lightning_actprune.operators.norm import CompressedNorm, check_stored, dense_format, may_launch, output_dtype
+from lightning_actprune.operators.norm import CompressedNorm, dense_format, may_launch, output_dtype
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch, ChannelNormLaunch, Stored
@@ -389,7 +389,7 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor, ChannelLayout]:
     """Return output, values, statistics, and what backward has to know besides, in plain torch."""
     setting = setting.cut_to(x.numel())
-    check_stored(x, ceil_div(x.numel(), setting.block_size), setting.block_size, setting.bits)
+    check_storable(x, setting.bits, ceil_div(x.numel(), setting.block_size), setting.block_size)
     last = reads_last(x, setting.groups)
     cut, ordered = cut_of(x.shape, last), x.movedim(1, -1) if last else x
     y, values, statistics = normalize(ordered.float(), weight, bias, fixed, setting, cut)

@@ -59,7 +59,7 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.packed import check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_exporting
 from lightning_actprune.config import check_block_size
 from lightning_actprune.operators.activation import (
@@ -267,7 +267,7 @@ class GatedFunction(torch.autograd.Function):
         rows_a, rows_u, shape = _rows(a, u, place)
         block = max(1, min(block_size, rows_a.shape[1]))
         stored = StoredFactors(function.bits, block, place.for_a, place.for_u)
-        _check_blocks(a, rows_a.shape, stored)
+        check_storable(a, stored.bits, 2 * rows_a.shape[0] * ceil_div(rows_a.shape[1], block), block)
         if eager and (u is None or in_plain_eager_mode(u)):
             z, values = gate_eagerly(rows_a, rows_u, function, stored, dtype)
         else:
@@ -403,16 +403,6 @@ def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, li
     joint = a.reshape(math.prod(shape[:dim]), 2 * length)
     first, second = joint[:, :length], joint[:, length:]
     return (first, second, shape) if place.layout == GATE_FIRST else (second, first, shape)
-
-
-def _check_blocks(a: Tensor, rows: torch.Size, stored: StoredFactors) -> None:
-    """Raise if blocks cannot be numbered."""
-    blocks = 2 * rows[0] * ceil_div(rows[1], stored.block_size)
-    if blocks > MAX_KEPT_BLOCKS:
-        raise ValueError(
-            f"A gated product of {tuple(a.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be "
-            f"numbered. HINT: take a larger `block_size` than {stored.block_size}."
-        )
 
 
 class CompressedGated(CompressedLayer):

@@ -65,11 +65,12 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.pack_cache import remember_output
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import autocast_computes_in_fp32
 from lightning_actprune.config import Operator
-from lightning_actprune.operators import reuse
 from lightning_actprune.operators.base import CompressedLayer, Traced, hooked
+from lightning_actprune.operators.weight_grad import flat_parameter
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.norm import NormGradLaunch, NormLaunch
@@ -155,7 +156,7 @@ class NormFunction(torch.autograd.Function):
         if not x.is_contiguous():
             y = _placed(y, x, setting, dtype, eager)
         if eager and len(shape) == 1:
-            reuse.remember(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
+            remember_output(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
         return y
 
     @staticmethod
@@ -288,9 +289,9 @@ def _normalized(
     """Return output, values, ``rstd``, and what backward has to know besides, in plain torch."""
     length, number = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
     setting = setting.cut_to(length)
-    check_stored(x, ceil_div(number * length, setting.block_size), setting.block_size, setting.bits)
+    check_storable(x, setting.bits, ceil_div(number * length, setting.block_size), setting.block_size)
     rows, added = x.reshape(number, length), None if residual is None else residual.reshape(number, length)
-    y, values, rstd = normalize(rows, _flat(weight), _flat(bias), added, setting, dtype)
+    y, values, rstd = normalize(rows, flat_parameter(weight), flat_parameter(bias), added, setting, dtype)
     of_weight, of_bias = (None if p is None else (p.shape, p.dtype) for p in (weight, bias))
     layout = NormLayout(setting, x.shape, (number, length), x.dtype, (of_weight, of_bias))
     return no_view(y.contiguous().view(x.shape)), values, rstd, layout
@@ -312,7 +313,7 @@ def _gradients(
             return launch(grad_y, values, rstd, weight)
     rows = grad_y.reshape(layout.rows)
     sums = wanted[0] is not None, wanted[1] is not None
-    arguments = values, rstd, _flat(weight), layout.setting, layout.dtype, sums
+    arguments = values, rstd, flat_parameter(weight), layout.setting, layout.dtype, sums
     grad_x, along, total = normalize_grad(rows, *arguments)
     return grad_x.view(layout.shape), _of_parameter(along, wanted[0]), _of_parameter(total, wanted[1])
 
@@ -463,10 +464,6 @@ def _of_parameter(total: Tensor | None, parameter: Parameter | None) -> Tensor |
     return None if total is None or parameter is None else as_dtype(total, parameter[1]).view(parameter[0])
 
 
-def _flat(parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
-
-
 def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     """Return the type in which torch's ``operator`` computes, and returns, the normalised ``x``.
 
@@ -476,20 +473,6 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
         return dtype
     return torch.float32 if autocast_computes_in_fp32(operator, x.device.type) else dtype
-
-
-def check_stored(x: Tensor, blocks: int, block_size: int, bits: int) -> None:
-    """Raise if values cannot be stored."""
-    if x.dtype == torch.float64:
-        raise TypeError(
-            f"float64 values cannot be stored in {bits} bits, whose scales have 4 bits of precision. HINT: keep the "
-            "layer dense (`rules={name: None}`), or train in float32 or 16 bits."
-        )
-    if blocks > MAX_KEPT_BLOCKS:
-        raise ValueError(
-            f"An input of {tuple(x.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be numbered. "
-            f"HINT: take a larger `block_size` than {block_size}."
-        )
 
 
 class CompressedNorm(CompressedLayer):

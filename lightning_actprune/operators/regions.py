@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_actprune.codec.blocks import ALL_BLOCKS, MIN_ROW_BLOCKS, ceil_div
+from lightning_actprune.codec.blocks import MIN_ROW_BLOCKS, ceil_div
 from lightning_actprune.codec.dispatch import MAX_COLUMNS, in_plain_eager_mode
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack, unpack
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, dequantize, quantize
 from lightning_actprune.codec.private import current_autograd_node
 from lightning_actprune.config import MIN_QUANTIZED_BLOCK
 from lightning_actprune.operators.readers import operator_name
@@ -161,9 +161,8 @@ def as_read(region: Tensor, layout: Layout) -> Tensor:
 def unpack_region(values: Tensor, layout: Layout, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the values of a quantized region in the order of their addresses."""
     samples, rows, length = layout.shape
-    none = values.new_empty((0, 0), dtype=torch.int32)
-    made = unpack if in_plain_eager_mode(values) else torch.ops.actprune.unpack
-    dense: Tensor = made(values, none, none, samples * rows, length, layout.block, bits, dtype)
+    read = dequantize if in_plain_eager_mode(values) else torch.ops.actprune.dequantize
+    dense: Tensor = read(values, samples * rows, length, layout.block, bits, dtype)
     return dense
 
 
@@ -180,7 +179,7 @@ class QuantizedRegion:
     __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer")
 
     def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
-        values, _, _ = pack(as_read(region, layout), layout.block, ALL_BLOCKS, bits)
+        values = quantize(as_read(region, layout), layout.block, bits)
         self._layout, self._dtype, self._bits = layout, region.dtype, bits
         self.nbytes, self.outer = values.nbytes, outer
         self._values: Any = values if outer is None else outer[0](values)
