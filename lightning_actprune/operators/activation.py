@@ -87,6 +87,8 @@ ROW = 8
 """Values that share a hash; their codes of v bits are v bytes."""
 RUN = 256
 """Values that are read as NaN together."""
+DITHER_BITS = 22
+"""Bits of a code and of its dither together: a row has no header, and with 2^v added u has the 23 of fp32."""
 ONE_BIT = (1,)
 """The planes of derivatives with two values, and of masks."""
 TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -267,29 +269,25 @@ def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
     rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[0] % ROW))
     derivative = ACTIVATIONS[stored.function].derivative(rows, *stored.parameters)
     if stored.exact():
-        return _join_planes(derivative.to(torch.uint8), ONE_BIT)
+        return encode_mask(derivative)
     start, step = stored.start_and_step()
     finite = derivative.isfinite()
     u = dither(derivative.shape[0], stored.bits, x.device)
     codes = ((torch.where(finite, derivative, start) - start) / step + u).floor().to(torch.uint8)
     runs = F.pad(~finite, (0, -finite.shape[0] % RUN)).view(-1, RUN).any(1)
-    return torch.cat([_join_planes(codes, stored.planes()), runs.to(torch.uint8)])
+    return torch.cat([*formats.join_planes(codes.view(-1, ROW), stored.planes()), runs.to(torch.uint8)])
 
 
 def encode_mask(mask: Tensor) -> Tensor:
     """Return what is stored of ``mask [N]``, bool, in the order of memory, as ``uint8 [bytes]``."""
-    return _join_planes(F.pad(mask, (0, -mask.shape[0] % ROW)).to(torch.uint8), ONE_BIT)
+    return formats.join(F.pad(mask, (0, -mask.shape[0] % ROW)).to(torch.uint8).view(-1, ROW), 1).flatten()
 
 
 def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask, dtype: torch.dtype) -> Tensor:
     """Return ``dx [N]`` in ``dtype`` from ``g [N]`` in the order of memory and what was stored."""
     count = grad.shape[0]
-    rows, start, place = -(-count // ROW), 0, 0
-    q = torch.zeros((), dtype=torch.int32, device=grad.device)
-    for bits in stored.planes():
-        plane = codes[start : start + rows * bits].view(rows, bits)
-        q = q + (formats.split(plane, bits, ROW).flatten()[:count] << place)
-        start, place = start + rows * bits, place + bits
+    rows, planes = ceil_div(count, ROW), stored.planes()
+    q = formats.split_planes(codes, rows, ROW, planes).flatten()[:count]
     if isinstance(stored, StoredMask) or stored.exact():
         low, high = stored.bounds()
         wide = grad if grad.dtype == torch.float64 else grad.float()
@@ -298,28 +296,14 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     # Exact in fp64: product and sum are rounded once, as by the fused multiply-add of a kernel.
     z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
     derivative = (z * stored.start_and_step()[1] + stored.shift()).float()
-    lost = codes[start:, None].expand(-1, RUN).reshape(-1)[:count] != 0
+    lost = codes[rows * sum(planes) :, None].expand(-1, RUN).reshape(-1)[:count] != 0
     return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
 
 
 def dither(count: int, bits: int, device: torch.device) -> Tensor:
     """Return the fp32 numbers ``u [count]`` of codes of so many bits; ``count`` is a multiple of ``ROW``."""
-    rows, kept = torch.arange(count // ROW, device=device), 22 - bits
-    h = formats.mix(rows * formats.SIGNED_PLACE & formats.MASK) >> (32 - kept)
-    e = torch.arange(ROW, dtype=torch.int32, device=device)
-    turned = (e & 1) << (kept - 1) | (e >> 1 & 1) << (kept - 2) | (e >> 2) << (kept - 3)
-    # The lower halves of numbers of 64 bits. A view of another width is one of memory: a compiler that fuses all of
-    # this would compute the hash again for each value of a row.
-    return (((h.view(torch.int32)[::2, None] ^ turned).float() + 0.5) * 2.0**-kept).flatten()
-
-
-def _join_planes(codes: Tensor, planes: tuple[int, ...]) -> Tensor:
-    """Return the bytes of codes ``[rows * ROW]``, uint8, plane by plane."""
-    joined, rows = [], codes.view(-1, ROW)
-    for bits in planes:
-        joined.append(formats.join(rows & (2**bits - 1), bits).flatten())
-        rows = rows >> bits
-    return torch.cat(joined)
+    numbers, places = torch.arange(count // ROW, device=device) * formats.SIGNED_PLACE, DITHER_BITS - bits
+    return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
 
 
 def _rounded(x: float) -> float:

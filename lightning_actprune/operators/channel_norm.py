@@ -59,7 +59,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.formats import row_bytes
+from lightning_actprune.codec.formats import row_bytes, split
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
@@ -460,10 +460,8 @@ def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tens
     from lightning_actprune.kernels.channel_norm import bits_start
 
     blocks, row = ceil_div(count, block_size), row_bytes(block_size, bits, 0)
-    places = torch.arange(8, dtype=torch.uint8, device=stored.device)
-    passed = stored[bits_start(blocks, row) :].view(blocks, -1, 1) >> places & 1
-    values = stored[: blocks * row].view(blocks, row)
-    return values, passed.view(blocks, -1)[:, :block_size].reshape(-1)[:count] != 0
+    passed = split(stored[bits_start(blocks, row) :].view(blocks, -1), 1, block_size)
+    return stored[: blocks * row].view(blocks, row), passed.reshape(-1)[:count] != 0
 
 
 def find_launch(
