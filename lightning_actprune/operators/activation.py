@@ -77,6 +77,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
+from lightning_actprune.codec.layout import inverse_order, memory_order
 from lightning_actprune.config import check_bits
 from lightning_actprune.operators.base import CompressedLayer, LayerState, Traced, torch_class
 
@@ -310,25 +311,6 @@ def _rounded(x: float) -> float:
     """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
     shifted = x * (2.0**29 + 1)
     return shifted - (shifted - x)
-
-
-def memory_order(strides: Sequence[int]) -> list[int]:
-    """Return the dimensions of a dense tensor in the order of memory, outermost first.
-
-    Not by ``sorted``, to which a compiler's symbols are no keys.
-    """
-    order: list[int] = []
-    for dim, stride in enumerate(strides):
-        place = 0
-        while place < len(order) and strides[order[place]] >= stride:
-            place += 1
-        order.insert(place, dim)
-    return order
-
-
-def inverse_order(order: list[int]) -> list[int]:
-    """Return how to permute dimensions back."""
-    return [order.index(dim) for dim in range(len(order))]
 
 
 def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,7 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes
+from lightning_actprune.codec.layout import inverse_order, memory_order
 from lightning_actprune.codec.packed import check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_exporting
 from lightning_actprune.config import check_block_size
@@ -70,9 +71,7 @@ from lightning_actprune.operators.activation import (
     activation_class,
     check_input,
     check_stored,
-    inverse_order,
     keeps_derivative,
-    memory_order,
 )
 from lightning_actprune.operators.base import CompressedLayer, LayerState, Traced
 
