@@ -96,6 +96,9 @@ TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 QUICK = 1.702
 """Of the GELU by a sigmoid."""
 
+
+# === Functions, and how their derivatives are stored ==================================================================
+
 Pair = tuple[float, float]
 
 
@@ -197,6 +200,12 @@ class StoredMask(NamedTuple):
         return self.factor, 0.0, 1, 0, True
 
 
+def _rounded(x: float) -> float:
+    """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
+    shifted = x * (2.0**29 + 1)
+    return shifted - (shifted - x)
+
+
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
@@ -263,6 +272,134 @@ ACTIVATIONS = {
         F.hardsigmoid, lambda x: (x > -3) & (x < 3), lambda: (0.0, 0.1666666716337204), exact=True
     ),
 }
+SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
+"""Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
+
+
+# === Autograd =========================================================================================================
+
+
+class ActivationFunction(torch.autograd.Function):
+    """An activation function that keeps its derivative in few bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool, eager: bool
+    ) -> Tensor:
+        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
+        # x and y of any shape, codes uint8 [bytes] in the order of their memory
+        y, codes = activate_eagerly(x, stored, dtype, in_place) if eager else activate(x, stored, dtype)
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.stored, ctx.dtype, ctx.strides = stored, x.dtype, y.stride()
+        ctx.save_for_backward(codes)
+        return y
+
+    @staticmethod
+    @once_differentiable("a layer whose derivative is kept in few bits")
+    def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor]:
+        """Return the gradient of the input."""
+        (codes,) = ctx.saved_tensors
+        return (activation_grad(grad_output, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
+
+
+_activation = applied(ActivationFunction)
+
+
+class DropoutFunction(torch.autograd.Function):
+    """Dropout that keeps its mask in one bit a value."""
+
+    backward = staticmethod(ActivationFunction.backward)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, in_place: bool, eager: bool) -> Tensor:
+        """Drop values of ``x`` with probability ``p``."""
+        # x, y and mask of one shape, codes uint8 [bytes] in the order of their memory
+        if in_place:
+            noise = torch.empty_like(x).bernoulli_(1 - p)
+            y, mask = x, noise.bool()
+            x.mul_(noise.div_(1 - p))
+            ctx.mark_dirty(x)
+        else:
+            y, mask = torch.native_dropout(x, p, True)
+        ctx.strides, ctx.dtype, ctx.stored = mask.stride(), x.dtype, StoredMask(1 / (1 - p))
+        ctx.save_for_backward(pack_mask(mask))
+        return y
+
+
+_dropout = applied(DropoutFunction)
+
+
+def activate_eagerly(
+    x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ``f(x)`` and what is stored by the kernel if that takes ``x``, in place if ``x`` is dense."""
+    y = x if in_place else torch.empty_like(x, dtype=dtype)
+    dense = x if y.stride() == x.stride() else torch.empty_like(x).copy_(x)
+    bound = _forward_launches[
+        x.shape, x.dtype, y.dtype, x.device, is_aligned(dense), stored, forced_backend()
+    ]  # fmt: skip
+    if bound is None:
+        y, codes = activate(x, stored, dtype)
+        return (x.copy_(y) if in_place else y), codes
+    launch, size = bound
+    codes = x.new_empty(size, dtype=torch.uint8)
+    with on_device_of(x):
+        launch(dense, y, codes)
+    return y, codes
+
+
+def activation_grad(
+    grad: Tensor,
+    codes: Tensor,
+    strides: Sequence[int],
+    stored: StoredDerivative | StoredMask,
+    dtype: torch.dtype,
+    eager: bool,
+) -> Tensor:
+    """Return ``dx`` in ``dtype`` from ``g``, which may have any layout, and what was stored of ``x``.
+
+    ``strides`` are those of ``y`` and of ``dx``; ``eager``: kernels may run.
+    """
+    if eager:
+        # What is copied is aligned.
+        aligned = (grad.stride() != strides or is_aligned(grad)), is_aligned(codes)
+        launch = _backward_launches[
+            grad.shape, grad.dtype, dtype, grad.device, aligned, stored, forced_backend()
+        ]  # fmt: skip
+        if launch is not None:
+            if grad.stride() != strides:
+                grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+            out = torch.empty_strided(grad.shape, strides, dtype=dtype, device=grad.device)
+            with on_device_of(grad):
+                launch(grad, codes, out)
+            return out
+    order = memory_order(strides)
+    flat = multiply(grad.permute(order).reshape(-1), codes, stored, dtype)
+    return flat.view([grad.shape[dim] for dim in order]).permute(inverse_order(order))
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Return what is stored of a dense bool ``mask``: a bit a value, in the order of memory."""
+    count = mask.numel()
+    flat = mask.as_strided((count,), (1,))
+    launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
+    if launch is None:
+        return encode_mask(flat)
+    codes = mask.new_empty(ceil_div(count, ROW), dtype=torch.uint8)
+    with on_device_of(mask):
+        launch(flat.view(torch.uint8), codes)
+    return codes
+
+
+# === Reference in plain torch =========================================================================================
+
+
+def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
+    y = ACTIVATIONS[stored.function].forward(x if x.dtype == dtype else x.to(dtype), *stored.parameters)
+    y = y if y.dtype == dtype else y.to(dtype)
+    return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
 
 
 def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
@@ -307,66 +444,7 @@ def dither(count: int, bits: int, device: torch.device) -> Tensor:
     return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
 
 
-def _rounded(x: float) -> float:
-    """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
-    shifted = x * (2.0**29 + 1)
-    return shifted - (shifted - x)
-
-
-def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
-    y = ACTIVATIONS[stored.function].forward(x if x.dtype == dtype else x.to(dtype), *stored.parameters)
-    y = y if y.dtype == dtype else y.to(dtype)
-    return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
-
-
-def activate_eagerly(
-    x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return ``f(x)`` and what is stored by the kernel if that takes ``x``, in place if ``x`` is dense."""
-    y = x if in_place else torch.empty_like(x, dtype=dtype)
-    dense = x if y.stride() == x.stride() else torch.empty_like(x).copy_(x)
-    bound = _forward_launches[
-        x.shape, x.dtype, y.dtype, x.device, is_aligned(dense), stored, forced_backend()
-    ]  # fmt: skip
-    if bound is None:
-        found, codes = activate(x, stored, dtype)
-        return (x.copy_(found) if in_place else found), codes
-    launch, size = bound
-    codes = x.new_empty(size, dtype=torch.uint8)
-    with on_device_of(x):
-        launch(dense, y, codes)
-    return y, codes
-
-
-def activation_grad(
-    grad: Tensor,
-    codes: Tensor,
-    strides: Sequence[int],
-    stored: StoredDerivative | StoredMask,
-    dtype: torch.dtype,
-    eager: bool,
-) -> Tensor:
-    """Return ``dx`` in ``dtype`` from ``g``, which may have any layout, and what was stored of ``x``.
-
-    ``strides`` are those of ``y`` and of ``dx``; ``eager``: kernels may run.
-    """
-    if eager:
-        # What is copied is aligned.
-        aligned = (grad.stride() != strides or is_aligned(grad)), is_aligned(codes)
-        launch = _backward_launches[
-            grad.shape, grad.dtype, dtype, grad.device, aligned, stored, forced_backend()
-        ]  # fmt: skip
-        if launch is not None:
-            if grad.stride() != strides:
-                grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
-            out = torch.empty_strided(grad.shape, strides, dtype=dtype, device=grad.device)
-            with on_device_of(grad):
-                launch(grad, codes, out)
-            return out
-    order = memory_order(strides)
-    flat = multiply(grad.permute(order).reshape(-1), codes, stored, dtype)
-    return flat.view([grad.shape[dim] for dim in order]).permute(inverse_order(order))
+# === Launches =========================================================================================================
 
 
 def _forward_launch(
@@ -408,34 +486,21 @@ def _backward_launch(
     return activation_grad_launch(count, *stored.backward_constants())
 
 
+def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
+    """Return the launch of a mask; ``aligned`` matters to the compiled kernel that it keeps."""
+    if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
+        return None
+    from lightning_actprune.kernels.activation import pack_mask_launch
+
+    return pack_mask_launch(count)
+
+
 _forward_launches = LaunchCache(_forward_launch)
 _backward_launches = LaunchCache(_backward_launch)
+_mask_launches = LaunchCache(_mask_launch)
 
 
-class ActivationFunction(torch.autograd.Function):
-    """An activation function that keeps its derivative in few bits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool, eager: bool
-    ) -> Tensor:
-        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
-        y, codes = activate_eagerly(x, stored, dtype, in_place) if eager else activate(x, stored, dtype)
-        if in_place:
-            ctx.mark_dirty(x)
-        ctx.stored, ctx.dtype, ctx.strides = stored, x.dtype, y.stride()
-        ctx.save_for_backward(codes)
-        return y
-
-    @staticmethod
-    @once_differentiable("a layer whose derivative is kept in few bits")
-    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor]:
-        """Return the gradient of the input."""
-        (codes,) = ctx.saved_tensors
-        return (activation_grad(grad_y, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
-
-
-_activation = applied(ActivationFunction)
+# === Functional form ==================================================================================================
 
 
 def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inplace: bool = False) -> Tensor:
@@ -541,54 +606,6 @@ def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredD
     return StoredDerivative(function, tuple(map(float, parameters)), checked)
 
 
-def pack_mask(mask: Tensor) -> Tensor:
-    """Return what is stored of a dense bool ``mask``: a bit a value, in the order of memory."""
-    count = mask.numel()
-    flat = mask.as_strided((count,), (1,))
-    launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
-    if launch is None:
-        return encode_mask(flat)
-    codes = mask.new_empty(ceil_div(count, ROW), dtype=torch.uint8)
-    with on_device_of(mask):
-        launch(flat.view(torch.uint8), codes)
-    return codes
-
-
-def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
-    """Return the launch of a mask; ``aligned`` matters to the compiled kernel that it keeps."""
-    if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
-        return None
-    from lightning_actprune.kernels.activation import pack_mask_launch
-
-    return pack_mask_launch(count)
-
-
-_mask_launches = LaunchCache(_mask_launch)
-
-
-class DropoutFunction(torch.autograd.Function):
-    """Dropout that keeps its mask in one bit a value."""
-
-    backward = staticmethod(ActivationFunction.backward)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, in_place: bool, eager: bool) -> Tensor:
-        """Drop values of ``x`` with probability ``p``."""
-        if in_place:
-            noise = torch.empty_like(x).bernoulli_(1 - p)
-            y, mask = x, noise.bool()
-            x.mul_(noise.div_(1 - p))
-            ctx.mark_dirty(x)
-        else:
-            y, mask = torch.native_dropout(x, p, True)
-        ctx.strides, ctx.dtype, ctx.stored = mask.stride(), x.dtype, StoredMask(1 / (1 - p))
-        ctx.save_for_backward(pack_mask(mask))
-        return y
-
-
-_dropout = applied(DropoutFunction)
-
-
 def keeps_mask(x: Tensor, p: float) -> bool:
     """Return whether a mask is kept of ``x``, and can be in one bit; without, dropout is torch's in every respect."""
     if not (0.0 < p < 1.0 and x.requires_grad and may_compress(x) and in_plain_eager_mode(x)):
@@ -596,8 +613,7 @@ def keeps_mask(x: Tensor, p: float) -> bool:
     return x.is_floating_point() and x.numel() > 0
 
 
-SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
-"""Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
+# === Module classes ===================================================================================================
 
 
 class CompressedActivation(CompressedLayer):
@@ -656,7 +672,7 @@ class ExactActivation(CompressedActivation):
     one_bit = True
 
     def describe(self) -> str:
-        """Return nothing: there is only one way."""
+        """Return "": there are no settings to show."""
         return ""
 
 
@@ -736,6 +752,35 @@ class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
     dense_class, function = nn.Hardsigmoid, "hardsigmoid"
 
 
+class CompressedSigmoid(CompressedActivation, nn.Sigmoid):
+    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
+
+    dense_class, function = nn.Sigmoid, "sigmoid"
+
+
+class CompressedDropout(CompressedLayer, nn.Dropout):
+    """``nn.Dropout`` that keeps its mask in one bit a value, whatever the bits."""
+
+    operator = "activation"
+    one_bit = True
+    dense_class = nn.Dropout
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: it keeps a seed, and no mask."""
+        return "dense"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input without the values that are dropped, the others scaled up."""
+        if not self.training or not keeps_mask(input, self.p):
+            return super().forward(input)
+        return cast(Tensor, _dropout(input, self.p, self.inplace))
+
+    def describe(self) -> str:
+        """Return "": dropout has no settings to show."""
+        return ""
+
+
 class ForeignActivation(CompressedActivation):
     """Mixin for functions of other packages that torch has as one operation, whatever they are written with."""
 
@@ -795,34 +840,7 @@ class TransformersMish(ForeignActivation):
     function = "mish"
 
 
-class CompressedSigmoid(CompressedActivation, nn.Sigmoid):
-    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
-
-    dense_class, function = nn.Sigmoid, "sigmoid"
-
-
-class CompressedDropout(CompressedLayer, nn.Dropout):
-    """``nn.Dropout`` that keeps its mask in one bit a value, whatever the bits."""
-
-    operator = "activation"
-    one_bit = True
-    dense_class = nn.Dropout
-
-    @property
-    def traced(self) -> Traced:
-        """What a compiler sees: it keeps a seed, and no mask."""
-        return "dense"
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the input without the values that are dropped, the others scaled up."""
-        if not self.training or not keeps_mask(input, self.p):
-            return super().forward(input)
-        return cast(Tensor, _dropout(input, self.p, self.inplace))
-
-    def describe(self) -> str:
-        """Return "": dropout has no settings to show."""
-        return ""
-
+# === Classes covered ==================================================================================================
 
 _FUNCTIONS: dict[type[nn.Module], type[CompressedActivation]] = {
     cls.dense_class: cls

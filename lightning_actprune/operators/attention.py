@@ -206,7 +206,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
         return routing_refusal()
 
     def describe(self) -> str:
-        """Return nothing: the projection has its own."""
+        """Return "": the projection shows its own settings."""
         return ""
 
     def forward(
