@@ -74,6 +74,7 @@ from lightning_actprune.analysis.recorder import (
 )
 from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_parts, split_blocks, stored_view
 from lightning_actprune.codec.dispatch import may_compress
+from lightning_actprune.codec.pack_cache import Retainers
 from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
@@ -82,7 +83,6 @@ from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import ForwardHook, dropped_by_checkpoint, eager_modules, is_recomputation
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.operators.registry import ROOT, layers, operator_of
-from lightning_actprune.operators.retainers import Retainers
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import check_sparsity
 

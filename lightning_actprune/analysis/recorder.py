@@ -37,6 +37,7 @@ from typing_extensions import Self
 
 from lightning_actprune.codec.blocks import Blocks, input_geometry
 from lightning_actprune.codec.dispatch import autocast_dtype, compute_dtype, may_compress
+from lightning_actprune.codec.pack_cache import StorageKey
 from lightning_actprune.codec.private import (
     FOR_BACKWARD,
     FOR_RECORDERS,
@@ -52,7 +53,6 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import ForwardHook, eager_modules, explain, is_recomputation
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
-from lightning_actprune.operators.retainers import StorageKey
 from lightning_actprune.operators.saved import packing, unpack_saved
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -201,7 +201,7 @@ class LayerCall:
         sparsity: Fraction of blocks dropped in this call; set once it has saved something.
         packs: Whether this call packs what it keeps; set once it has saved something.
         saved: Whether autograd saved anything; not so inside an activation checkpoint.
-        reuses: Whether it keeps what the layer before keeps quantized (``operators.reuse``), and nothing of its own.
+        reuses: Whether it keeps what the layer before keeps quantized (``codec.pack_cache``), and nothing of its own.
         fine: Whether all blocks are kept, since there are few rows.
     """
 

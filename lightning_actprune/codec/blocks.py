@@ -394,16 +394,13 @@ def pack(
 def pack_bits(mask: Tensor) -> Tensor:
     """Return ``mask`` ``[S, N]`` as int32 words, lowest bit first: ``[S, ceil(N / 32)]``."""
     samples, blocks = mask.shape
-    words = ceil_div(blocks, WORD_BLOCKS)
-    bits = F.pad(mask, (0, words * WORD_BLOCKS - blocks)).reshape(samples, words, WORD_BLOCKS).long()
-    unsigned = (bits << torch.arange(WORD_BLOCKS, device=mask.device)).sum(-1)
-    return torch.where(unsigned >= 2**31, unsigned - 2**32, unsigned).int()
+    padded = F.pad(mask, (0, -blocks % WORD_BLOCKS)).to(torch.uint8)
+    return formats.join(padded, 1).flatten().view(torch.int32).view(samples, ceil_div(blocks, WORD_BLOCKS))
 
 
 def unpack_bits(bitmap: Tensor, blocks: int) -> Tensor:
     """Undo ``pack_bits``: ``[S, W] -> bool [S, blocks]``."""
-    bits = (bitmap.unsqueeze(-1) >> torch.arange(WORD_BLOCKS, device=bitmap.device, dtype=torch.int32)) & 1
-    return bits.flatten(1)[:, :blocks].bool()
+    return formats.split(bitmap.view(torch.uint8), 1, blocks).bool()
 
 
 def run_offsets(mask: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ again for each of its values, where the hash alone costs more than all else; and
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -124,25 +125,16 @@ def quantize(blocks: Tensor, bits: int) -> Tensor:
     """Return ``blocks [nnz, b]``, in the order of their places, as bytes: planes, as ``uint8 [nnz, row_bytes]``."""
     count, size = blocks.shape
     headers, codes = _codes(blocks.float(), bits)
-    planes, used = [], 0
-    for plane in PLANES[bits]:
-        planes.append(join(codes & (2**plane - 1), plane).flatten())
-        codes, used = codes >> plane, used + plane_bytes(size, plane)
-    row = row_bytes(size, bits, 0)
-    filling = planes[0].new_zeros(count * (row - HEADER_BYTES - used))
+    row, used = row_bytes(size, bits, 0), sum(plane_bytes(size, plane) for plane in PLANES[bits])
+    filling = codes.new_zeros(count * (row - HEADER_BYTES - used))
     pairs = torch.cat([headers & 255, headers >> 8], 1).to(torch.uint8)
-    return torch.cat([*planes, filling, pairs.flatten()]).view(count, row)
+    return torch.cat([*join_planes(codes, PLANES[bits]), filling, pairs.flatten()]).view(count, row)
 
 
 def dequantize(values: Tensor, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the values ``[nnz, block_size]`` in ``dtype`` of stored blocks, contiguous ``uint8 [nnz, row_bytes]``."""
-    count, flat, start, shift = len(values), values.flatten(), 0, DITHER_BITS - bits
-    codes = values.new_zeros((), dtype=torch.int32)
-    for plane in PLANES[bits]:
-        size = plane_bytes(block_size, plane)
-        read = flat[start : start + count * size].view(count, size)
-        codes = codes + (split(read, plane, block_size) << shift)
-        start, shift = start + count * size, shift + plane
+    count, flat = len(values), values.flatten()
+    codes = split_planes(flat, count, block_size, PLANES[bits]) << DITHER_BITS - bits
     pairs = flat[count * (values.shape[1] - HEADER_BYTES) :].view(count, HEADER_BYTES).int()
     headers = pairs[:, :1] | pairs[:, 1:] << 8
     step, middle = _in_memory(*_step_and_middle(headers, bits))
@@ -155,10 +147,16 @@ def dither(headers: Tensor, block_size: int, bits: int) -> Tensor:
     ``headers`` are their 16-bit numbers ``H [nnz, 1]``, not negative, in the order of their places.
     """
     kept, places = DITHER_BITS - bits, torch.arange(len(headers), device=headers.device)
-    h = mix(((headers.flatten().long() << 16) + places * SIGNED_PLACE) & MASK) >> (32 - kept)
-    turned = _reversed(torch.arange(block_size, device=headers.device), kept)
-    # The lower halves of numbers of 64 bits: a view of another width is one of memory.
-    h, turned = (numbers.view(torch.int32)[::2] for numbers in (h, turned))
+    return spread_dither((headers.flatten().long() << 16) + places * SIGNED_PLACE, block_size, kept)
+
+
+def spread_dither(numbers: Tensor, block_size: int, places: int) -> Tensor:
+    """Return ``2^places u - 1/2`` of blocks with these ``numbers [nnz]``, int64: int32 ``[nnz, block_size]``."""
+    h = mix(numbers & MASK) >> (32 - places)
+    turned = _reversed(torch.arange(block_size, device=numbers.device), places)
+    # The lower halves of numbers of 64 bits. A view of another width is one of memory: a compiler that fuses all of
+    # this would compute the hash again for each value of a block.
+    h, turned = (wide.view(torch.int32)[::2] for wide in (h, turned))
     return h[:, None] ^ turned
 
 
@@ -227,6 +225,26 @@ def _reversed(e: Tensor, width: int) -> Tensor:
     for by, mask in ((1, 0x5555), (2, 0x3333), (4, 0x0F0F), (8, 0x00FF)):
         e = (e >> by) & mask | (e & mask) << by
     return e >> (16 - width) if width < 16 else e << (width - 16)
+
+
+def join_planes(codes: Tensor, planes: Sequence[int]) -> list[Tensor]:
+    """Return the bytes of uint8 codes ``[nnz, b]``, plane by plane; ``planes``: the bits of each, lowest first."""
+    joined = []
+    for bits in planes:
+        joined.append(join(codes & (2**bits - 1), bits).flatten())
+        codes = codes >> bits
+    return joined
+
+
+def split_planes(joined: Tensor, count: int, block_size: int, planes: Sequence[int]) -> Tensor:
+    """Undo ``join_planes``, of bytes one plane after another and perhaps more: int32 ``[count, block_size]``."""
+    codes, start, place = joined.new_zeros((), dtype=torch.int32), 0, 0
+    for bits in planes:
+        size = plane_bytes(block_size, bits)
+        plane = joined[start : start + count * size].view(count, size)
+        codes = codes + (split(plane, bits, block_size) << place)
+        start, place = start + count * size, place + bits
+    return codes
 
 
 def join(codes: Tensor, bits: int) -> Tensor:

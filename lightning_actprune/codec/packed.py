@@ -56,6 +56,25 @@ def kept_blocks(shape: tuple[int, ...], block_size: int, keep: int) -> int:
     return samples * (rows * ceil_div(length, block_size) if keeps_all(keep) else keep)
 
 
+def check_storable(x: Tensor, bits: int, blocks: int = 0, block_size: int = 0) -> None:
+    """Raise if so many blocks of ``x`` cannot be stored in ``bits`` bits.
+
+    Raises:
+        TypeError: If fp64 values are to be quantized.
+        ValueError: If the blocks cannot be numbered.
+    """
+    if bits and x.dtype == torch.float64:
+        raise TypeError(
+            f"float64 values cannot be stored in {bits} bits, whose scales have 4 bits of precision. HINT: keep them "
+            "as they are (`bits=None`, or a rule `{name: None}` for the layer), or train in float32 or 16 bits."
+        )
+    if blocks > MAX_KEPT_BLOCKS:
+        raise ValueError(
+            f"A tensor of {tuple(x.shape)} has {blocks} blocks to keep, more than 2^31 - 1, the most that can be "
+            f"numbered. HINT: take a larger `block_size` than {block_size}."
+        )
+
+
 def pack(
     x: Tensor, block_size: int, keep: int, bits: int = 0, selection: str = "largest"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,17 +94,8 @@ def pack(
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
-    if bits and x.dtype == torch.float64:
-        raise TypeError(
-            f"float64 values cannot be stored in {bits} bits, whose scales have 4 bits of precision. HINT: keep them "
-            "as they are (`bits=None`), or train in float32 or 16 bits."
-        )
     columns, kept = ceil_div(x.shape[2], block_size), kept_blocks(x.shape, block_size, keep)
-    if kept > MAX_KEPT_BLOCKS:
-        raise ValueError(
-            f"{x.shape[0]} samples of {kept // x.shape[0]} kept blocks are more than 2^31 - 1, the most that can be "
-            f"numbered. HINT: take a larger `block_size` than {block_size}."
-        )
+    check_storable(x, bits, kept, block_size)
     if x.numel() > 0 and kept > 0 and choose_backend(x.shape, x.dtype, x.device, block_size, columns) == "triton":
         key = x.shape, x.stride(), x.dtype, x.device, is_aligned(x), block_size, keep, bits, selection
         with on_device_of(x):
@@ -94,6 +104,18 @@ def pack(
             bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
         return values, bitmap, offsets
     return blocks.pack(x, block_size, keep, bits, selection)
+
+
+def traced_pack(x: Tensor, block_size: int, keep: int, bits: int, selection: str) -> tuple[Tensor, ...]:
+    """Do as ``pack`` by what a compiler, or whoever looks on, may see: plain torch, or an operator that drops blocks.
+
+    Of ``ALL_BLOCKS`` the values alone are returned.
+    """
+    if keeps_all(keep):
+        check_storable(x, bits)
+        return (pack_all(x, block_size, bits),)
+    packed: tuple[Tensor, ...] = torch.ops.actprune.pack(x, block_size, keep, bits, selection)
+    return packed
 
 
 def unpack(
@@ -142,7 +164,7 @@ def quantize(x: Tensor, block_size: int, bits: int) -> Tensor:
 
 def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Undo ``quantize``: the values ``[rows, length]`` in ``dtype``, contiguous."""
-    nowhere = _nowhere(values.device)
+    nowhere = no_positions(values.device)
     return unpack(values, nowhere, nowhere, rows, length, block_size, bits, dtype)
 
 
@@ -227,7 +249,7 @@ def _place(device: int) -> torch.device:
 
 
 @functools.cache
-def _nowhere(device: torch.device) -> Tensor:
+def no_positions(device: torch.device) -> Tensor:
     """Return the positions of blocks that are all stored: a tensor without memory, which kernels do not read."""
     with torch.inference_mode(False):
         return torch.empty(0, 0, dtype=torch.int32, device=device)

@@ -1,14 +1,8 @@
-"""How a value of a graph is read when it is packed: in the order of its memory, cut into rows.
+"""How a value of a graph is read when it is packed: in the order of its memory, cut into rows (``codec.layout``).
 
-Dimensions are sorted by stride, and those that follow each other in memory joined, as ``operators.regions`` does. What
-is one run of values then, permuted or not, is read as rows of one block each if their number is a multiple of it; a
-query cut out of a joint projection is rows of all heads side by side, read where it lies. What has more than three
-joined dimensions is copied first, and so are runs that make no rows, such as 196 of every 200 features where inductor
-has padded a product. Where blocks are dropped they compete within a sample, which is the first dimension: a linear
-layer's rows are its features, a convolution's a block each, as in eager mode.
-
-Sizes may be symbols. A row's length never is, so that values can be cut to rows whose number may be one; comparisons
-that would make a constant of a symbol are not made.
+Runs that make no rows, such as 196 of every 200 features where inductor has padded a product, are copied first. Where
+blocks are dropped they compete within a sample, which is the first dimension: a linear layer's rows are its features, a
+convolution's a block each, as in eager mode.
 """
 
 from __future__ import annotations
@@ -19,11 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lightning_actprune.codec.blocks import MIN_ROW_BLOCKS, ceil_div
-from lightning_actprune.codec.dispatch import MAX_COLUMNS
-from lightning_actprune.compiled.graphs import Size, hint, hints
+from lightning_actprune.codec import layout
+from lightning_actprune.codec.layout import Run, cut_rows, join_runs
+from lightning_actprune.compiled.graphs import hint, hints
 from lightning_actprune.compiled.readers import Refused, Values
-from lightning_actprune.config import MIN_QUANTIZED_BLOCK
 
 
 class Layout(NamedTuple):
@@ -49,55 +42,21 @@ def memory_order(x: Tensor) -> tuple[int, ...]:
         Refused: If two values share a place.
     """
     strides = hints(x.stride())
-    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
-    if any(strides[dim] == 0 and hint(x.shape[dim]) != 1 for dim in order):
+    if any(stride == 0 and hint(size) != 1 for stride, size in zip(strides, x.shape, strict=True)):
         raise Refused("it is expanded")
-    return tuple(order)
+    return tuple(layout.memory_order(strides))
 
 
-def _joined(x: Tensor, order: tuple[int, ...]) -> list[list[Size]]:
-    """Return the sizes that are joined to each run of memory, from the outermost run to the innermost.
+def _joined(x: Tensor, order: tuple[int, ...]) -> list[Run]:
+    """Return the runs of ``x``, the outermost first.
 
     Raises:
-        Refused: If values overlap, or the innermost ones do not lie side by side.
+        Refused: If values overlap.
     """
-    runs: list[list[Size]] = [[]]
-    reach: Size = 1
-    for dim in reversed(order):
-        size, stride = x.shape[dim], x.stride(dim)
-        if statically_known_true(size == 1):
-            continue
-        if not statically_known_true(stride == reach):
-            if hint(stride) < hint(reach) or not runs[0]:
-                raise Refused("its values overlap, or do not lie side by side")
-            runs.insert(0, [])
-        runs[0].insert(0, size)
-        reach = stride * size
+    runs = join_runs(x.shape, x.stride(), order, hint)
+    if runs is None:
+        raise Refused("its values overlap")
     return runs
-
-
-def _known(sizes: list[Size]) -> int:
-    """Return the product of the innermost sizes that are numbers."""
-    product = 1
-    for size in reversed(sizes):
-        if not isinstance(size, int):
-            break
-        product *= size
-    return product
-
-
-def _length(run: list[Size], block: int) -> int | None:
-    """Return the length of the rows that a run is cut to, ``None`` if there is no sensible one."""
-    inner = _known(run)
-    whole = all(isinstance(size, int) for size in run)
-    if inner % block == 0:
-        return block
-    if inner < block and whole and inner >= MIN_QUANTIZED_BLOCK:
-        return inner
-    for rows in range(ceil_div(inner, block * MAX_COLUMNS), inner // (block * MIN_ROW_BLOCKS) + 1):
-        if inner % rows == 0:
-            return inner // rows
-    return None
 
 
 def layout_of(x: Tensor, way: Values) -> Layout:
@@ -108,22 +67,29 @@ def layout_of(x: Tensor, way: Values) -> Layout:
     """
     order = memory_order(x)
     runs = _joined(x, order)
-    symbols = sum(any(not isinstance(size, int) for size in run) for run in runs)
-    run = runs[-1]
-    length = _length(run, way.block_size) if len(runs) <= 2 and symbols <= 1 else None
-    copied = length is None and len(runs) > 1
+    rows = cut_rows(runs, way.block_size)
+    shape = None if rows is None else _view(runs, *rows)
+    copied = shape is None
     if copied:
-        run = [x.shape[dim] for dim in order]
-        length = _length(run, way.block_size)
-    if length is None:
-        raise Refused(f"{_known(run)} values side by side make no rows of blocks of {way.block_size}")
-    block = min(way.block_size, length)
-    if copied or len(runs) == 1:
-        return Layout(order, copied, (1, -1, length), block)
-    if not all(isinstance(size, int) for size in run):
-        outer = math.prod(hints(runs[0]))
-        return Layout(order, False, (outer, -1, length), block)
-    return Layout(order, False, (-1, math.prod(hints(run)) // length, length), block)
+        runs = [Run([x.shape[dim] for dim in order], 1)]
+        rows = cut_rows(runs, way.block_size)
+        shape = None if rows is None else _view(runs, *rows)
+    if shape is None:
+        inner, _ = runs[-1].innermost()
+        raise Refused(f"{inner} values side by side make no rows of blocks of {way.block_size}")
+    return Layout(order, copied, shape, min(way.block_size, shape[2]))
+
+
+def _view(runs: list[Run], length: int, is_cut: bool) -> tuple[int, int, int] | None:
+    """Return the sizes as which ``runs`` are viewed, one of them -1, ``None`` if there is more than one symbol."""
+    products = [run.innermost() for run in runs]
+    sizes = [product if whole else -1 for product, whole in products]
+    sizes[-1:] = [sizes[-1] // length if sizes[-1] > 0 else -1] if is_cut else []
+    missing = 2 - len(sizes)
+    sizes = [1] * missing + sizes
+    if -1 not in sizes:
+        sizes[min(missing, 1)] = -1
+    return None if sizes.count(-1) > 1 else (sizes[0], sizes[1], length)
 
 
 def dropped_layout(x: Tensor, like: Tensor, way: Values) -> Layout:
@@ -138,7 +104,8 @@ def dropped_layout(x: Tensor, like: Tensor, way: Values) -> Layout:
         Refused: If it cannot be.
     """
     order, marked = memory_order(x), memory_order(like)
-    if len(_joined(x, order)) > 1 or len(_joined(like, marked)) > 1 or marked[0] != 0:
+    runs = [*_joined(x, order), *_joined(like, marked)]
+    if len(runs) > 2 or not all(statically_known_true(run.stride == 1) for run in runs) or marked[0] != 0:
         raise Refused("its samples do not follow each other in memory, so that the blocks of one cannot compete")
     last, inner = like.shape[marked[-1]], [like.shape[dim] for dim in marked[1:]]
     if not isinstance(last, int):

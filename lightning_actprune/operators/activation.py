@@ -77,6 +77,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
+from lightning_actprune.codec.layout import inverse_order, memory_order
 from lightning_actprune.config import check_bits
 from lightning_actprune.operators.base import CompressedLayer, LayerState, Traced, torch_class
 
@@ -87,11 +88,16 @@ ROW = 8
 """Values that share a hash; their codes of v bits are v bytes."""
 RUN = 256
 """Values that are read as NaN together."""
+DITHER_BITS = 22
+"""Bits of a code and of its dither together: a row has no header, and with 2^v added u has the 23 of fp32."""
 ONE_BIT = (1,)
 """The planes of derivatives with two values, and of masks."""
 TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 QUICK = 1.702
 """Of the GELU by a sigmoid."""
+
+
+# === Functions, and how their derivatives are stored ==================================================================
 
 Pair = tuple[float, float]
 
@@ -194,6 +200,12 @@ class StoredMask(NamedTuple):
         return self.factor, 0.0, 1, 0, True
 
 
+def _rounded(x: float) -> float:
+    """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
+    shifted = x * (2.0**29 + 1)
+    return shifted - (shifted - x)
+
+
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
@@ -260,98 +272,62 @@ ACTIVATIONS = {
         F.hardsigmoid, lambda x: (x > -3) & (x < 3), lambda: (0.0, 0.1666666716337204), exact=True
     ),
 }
+SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
+"""Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
 
 
-def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
-    """Return what is stored of ``f'(x)``, of ``x [N]`` in the order of memory, as ``uint8 [bytes]``."""
-    rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[0] % ROW))
-    derivative = ACTIVATIONS[stored.function].derivative(rows, *stored.parameters)
-    if stored.exact():
-        return _join_planes(derivative.to(torch.uint8), ONE_BIT)
-    start, step = stored.start_and_step()
-    finite = derivative.isfinite()
-    u = dither(derivative.shape[0], stored.bits, x.device)
-    codes = ((torch.where(finite, derivative, start) - start) / step + u).floor().to(torch.uint8)
-    runs = F.pad(~finite, (0, -finite.shape[0] % RUN)).view(-1, RUN).any(1)
-    return torch.cat([_join_planes(codes, stored.planes()), runs.to(torch.uint8)])
+# === Autograd =========================================================================================================
 
 
-def encode_mask(mask: Tensor) -> Tensor:
-    """Return what is stored of ``mask [N]``, bool, in the order of memory, as ``uint8 [bytes]``."""
-    return _join_planes(F.pad(mask, (0, -mask.shape[0] % ROW)).to(torch.uint8), ONE_BIT)
+class ActivationFunction(torch.autograd.Function):
+    """An activation function that keeps its derivative in few bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool, eager: bool
+    ) -> Tensor:
+        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
+        # x and y of any shape, codes uint8 [bytes] in the order of their memory
+        y, codes = activate_eagerly(x, stored, dtype, in_place) if eager else activate(x, stored, dtype)
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.stored, ctx.dtype, ctx.strides = stored, x.dtype, y.stride()
+        ctx.save_for_backward(codes)
+        return y
+
+    @staticmethod
+    @once_differentiable("a layer whose derivative is kept in few bits")
+    def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor]:
+        """Return the gradient of the input."""
+        (codes,) = ctx.saved_tensors
+        return (activation_grad(grad_output, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
 
 
-def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask, dtype: torch.dtype) -> Tensor:
-    """Return ``dx [N]`` in ``dtype`` from ``g [N]`` in the order of memory and what was stored."""
-    count = grad.shape[0]
-    rows, start, place = -(-count // ROW), 0, 0
-    q = torch.zeros((), dtype=torch.int32, device=grad.device)
-    for bits in stored.planes():
-        plane = codes[start : start + rows * bits].view(rows, bits)
-        q = q + (formats.split(plane, bits, ROW).flatten()[:count] << place)
-        start, place = start + rows * bits, place + bits
-    if isinstance(stored, StoredMask) or stored.exact():
-        low, high = stored.bounds()
-        wide = grad if grad.dtype == torch.float64 else grad.float()
-        lower = wide * low if low else torch.zeros_like(wide)
-        return torch.where(q == 1, wide * high, lower).to(dtype)
-    # Exact in fp64: product and sum are rounded once, as by the fused multiply-add of a kernel.
-    z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
-    derivative = (z * stored.start_and_step()[1] + stored.shift()).float()
-    lost = codes[start:, None].expand(-1, RUN).reshape(-1)[:count] != 0
-    return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
+_activation = applied(ActivationFunction)
 
 
-def dither(count: int, bits: int, device: torch.device) -> Tensor:
-    """Return the fp32 numbers ``u [count]`` of codes of so many bits; ``count`` is a multiple of ``ROW``."""
-    rows, kept = torch.arange(count // ROW, device=device), 22 - bits
-    h = formats.mix(rows * formats.SIGNED_PLACE & formats.MASK) >> (32 - kept)
-    e = torch.arange(ROW, dtype=torch.int32, device=device)
-    turned = (e & 1) << (kept - 1) | (e >> 1 & 1) << (kept - 2) | (e >> 2) << (kept - 3)
-    # The lower halves of numbers of 64 bits. A view of another width is one of memory: a compiler that fuses all of
-    # this would compute the hash again for each value of a row.
-    return (((h.view(torch.int32)[::2, None] ^ turned).float() + 0.5) * 2.0**-kept).flatten()
+class DropoutFunction(torch.autograd.Function):
+    """Dropout that keeps its mask in one bit a value."""
+
+    backward = staticmethod(ActivationFunction.backward)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, in_place: bool, eager: bool) -> Tensor:
+        """Drop values of ``x`` with probability ``p``."""
+        # x, y and mask of one shape, codes uint8 [bytes] in the order of their memory
+        if in_place:
+            noise = torch.empty_like(x).bernoulli_(1 - p)
+            y, mask = x, noise.bool()
+            x.mul_(noise.div_(1 - p))
+            ctx.mark_dirty(x)
+        else:
+            y, mask = torch.native_dropout(x, p, True)
+        ctx.strides, ctx.dtype, ctx.stored = mask.stride(), x.dtype, StoredMask(1 / (1 - p))
+        ctx.save_for_backward(pack_mask(mask))
+        return y
 
 
-def _join_planes(codes: Tensor, planes: tuple[int, ...]) -> Tensor:
-    """Return the bytes of codes ``[rows * ROW]``, uint8, plane by plane."""
-    joined, rows = [], codes.view(-1, ROW)
-    for bits in planes:
-        joined.append(formats.join(rows & (2**bits - 1), bits).flatten())
-        rows = rows >> bits
-    return torch.cat(joined)
-
-
-def _rounded(x: float) -> float:
-    """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
-    shifted = x * (2.0**29 + 1)
-    return shifted - (shifted - x)
-
-
-def memory_order(strides: Sequence[int]) -> list[int]:
-    """Return the dimensions of a dense tensor in the order of memory, outermost first.
-
-    Not by ``sorted``, to which a compiler's symbols are no keys.
-    """
-    order: list[int] = []
-    for dim, stride in enumerate(strides):
-        place = 0
-        while place < len(order) and strides[order[place]] >= stride:
-            place += 1
-        order.insert(place, dim)
-    return order
-
-
-def inverse_order(order: list[int]) -> list[int]:
-    """Return how to permute dimensions back."""
-    return [order.index(dim) for dim in range(len(order))]
-
-
-def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
-    y = ACTIVATIONS[stored.function].forward(x if x.dtype == dtype else x.to(dtype), *stored.parameters)
-    y = y if y.dtype == dtype else y.to(dtype)
-    return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
+_dropout = applied(DropoutFunction)
 
 
 def activate_eagerly(
@@ -364,8 +340,8 @@ def activate_eagerly(
         x.shape, x.dtype, y.dtype, x.device, is_aligned(dense), stored, forced_backend()
     ]  # fmt: skip
     if bound is None:
-        found, codes = activate(x, stored, dtype)
-        return (x.copy_(found) if in_place else found), codes
+        y, codes = activate(x, stored, dtype)
+        return (x.copy_(y) if in_place else y), codes
     launch, size = bound
     codes = x.new_empty(size, dtype=torch.uint8)
     with on_device_of(x):
@@ -401,6 +377,74 @@ def activation_grad(
     order = memory_order(strides)
     flat = multiply(grad.permute(order).reshape(-1), codes, stored, dtype)
     return flat.view([grad.shape[dim] for dim in order]).permute(inverse_order(order))
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Return what is stored of a dense bool ``mask``: a bit a value, in the order of memory."""
+    count = mask.numel()
+    flat = mask.as_strided((count,), (1,))
+    launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
+    if launch is None:
+        return encode_mask(flat)
+    codes = mask.new_empty(ceil_div(count, ROW), dtype=torch.uint8)
+    with on_device_of(mask):
+        launch(flat.view(torch.uint8), codes)
+    return codes
+
+
+# === Reference in plain torch =========================================================================================
+
+
+def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
+    y = ACTIVATIONS[stored.function].forward(x if x.dtype == dtype else x.to(dtype), *stored.parameters)
+    y = y if y.dtype == dtype else y.to(dtype)
+    return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
+
+
+def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
+    """Return what is stored of ``f'(x)``, of ``x [N]`` in the order of memory, as ``uint8 [bytes]``."""
+    rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[0] % ROW))
+    derivative = ACTIVATIONS[stored.function].derivative(rows, *stored.parameters)
+    if stored.exact():
+        return encode_mask(derivative)
+    start, step = stored.start_and_step()
+    finite = derivative.isfinite()
+    u = dither(derivative.shape[0], stored.bits, x.device)
+    codes = ((torch.where(finite, derivative, start) - start) / step + u).floor().to(torch.uint8)
+    runs = F.pad(~finite, (0, -finite.shape[0] % RUN)).view(-1, RUN).any(1)
+    return torch.cat([*formats.join_planes(codes.view(-1, ROW), stored.planes()), runs.to(torch.uint8)])
+
+
+def encode_mask(mask: Tensor) -> Tensor:
+    """Return what is stored of ``mask [N]``, bool, in the order of memory, as ``uint8 [bytes]``."""
+    return formats.join(F.pad(mask, (0, -mask.shape[0] % ROW)).to(torch.uint8).view(-1, ROW), 1).flatten()
+
+
+def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask, dtype: torch.dtype) -> Tensor:
+    """Return ``dx [N]`` in ``dtype`` from ``g [N]`` in the order of memory and what was stored."""
+    count = grad.shape[0]
+    rows, planes = ceil_div(count, ROW), stored.planes()
+    q = formats.split_planes(codes, rows, ROW, planes).flatten()[:count]
+    if isinstance(stored, StoredMask) or stored.exact():
+        low, high = stored.bounds()
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        lower = wide * low if low else torch.zeros_like(wide)
+        return torch.where(q == 1, wide * high, lower).to(dtype)
+    # Exact in fp64: product and sum are rounded once, as by the fused multiply-add of a kernel.
+    z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
+    derivative = (z * stored.start_and_step()[1] + stored.shift()).float()
+    lost = codes[rows * sum(planes) :, None].expand(-1, RUN).reshape(-1)[:count] != 0
+    return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
+
+
+def dither(count: int, bits: int, device: torch.device) -> Tensor:
+    """Return the fp32 numbers ``u [count]`` of codes of so many bits; ``count`` is a multiple of ``ROW``."""
+    numbers, places = torch.arange(count // ROW, device=device) * formats.SIGNED_PLACE, DITHER_BITS - bits
+    return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
+
+
+# === Launches =========================================================================================================
 
 
 def _forward_launch(
@@ -442,34 +486,21 @@ def _backward_launch(
     return activation_grad_launch(count, *stored.backward_constants())
 
 
+def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
+    """Return the launch of a mask; ``aligned`` matters to the compiled kernel that it keeps."""
+    if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
+        return None
+    from lightning_actprune.kernels.activation import pack_mask_launch
+
+    return pack_mask_launch(count)
+
+
 _forward_launches = LaunchCache(_forward_launch)
 _backward_launches = LaunchCache(_backward_launch)
+_mask_launches = LaunchCache(_mask_launch)
 
 
-class ActivationFunction(torch.autograd.Function):
-    """An activation function that keeps its derivative in few bits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool, eager: bool
-    ) -> Tensor:
-        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
-        y, codes = activate_eagerly(x, stored, dtype, in_place) if eager else activate(x, stored, dtype)
-        if in_place:
-            ctx.mark_dirty(x)
-        ctx.stored, ctx.dtype, ctx.strides = stored, x.dtype, y.stride()
-        ctx.save_for_backward(codes)
-        return y
-
-    @staticmethod
-    @once_differentiable("a layer whose derivative is kept in few bits")
-    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor]:
-        """Return the gradient of the input."""
-        (codes,) = ctx.saved_tensors
-        return (activation_grad(grad_y, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
-
-
-_activation = applied(ActivationFunction)
+# === Functional form ==================================================================================================
 
 
 def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inplace: bool = False) -> Tensor:
@@ -575,54 +606,6 @@ def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredD
     return StoredDerivative(function, tuple(map(float, parameters)), checked)
 
 
-def pack_mask(mask: Tensor) -> Tensor:
-    """Return what is stored of a dense bool ``mask``: a bit a value, in the order of memory."""
-    count = mask.numel()
-    flat = mask.as_strided((count,), (1,))
-    launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
-    if launch is None:
-        return encode_mask(flat)
-    codes = mask.new_empty(ceil_div(count, ROW), dtype=torch.uint8)
-    with on_device_of(mask):
-        launch(flat.view(torch.uint8), codes)
-    return codes
-
-
-def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
-    """Return the launch of a mask; ``aligned`` matters to the compiled kernel that it keeps."""
-    if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
-        return None
-    from lightning_actprune.kernels.activation import pack_mask_launch
-
-    return pack_mask_launch(count)
-
-
-_mask_launches = LaunchCache(_mask_launch)
-
-
-class DropoutFunction(torch.autograd.Function):
-    """Dropout that keeps its mask in one bit a value."""
-
-    backward = staticmethod(ActivationFunction.backward)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, in_place: bool, eager: bool) -> Tensor:
-        """Drop values of ``x`` with probability ``p``."""
-        if in_place:
-            noise = torch.empty_like(x).bernoulli_(1 - p)
-            y, mask = x, noise.bool()
-            x.mul_(noise.div_(1 - p))
-            ctx.mark_dirty(x)
-        else:
-            y, mask = torch.native_dropout(x, p, True)
-        ctx.strides, ctx.dtype, ctx.stored = mask.stride(), x.dtype, StoredMask(1 / (1 - p))
-        ctx.save_for_backward(pack_mask(mask))
-        return y
-
-
-_dropout = applied(DropoutFunction)
-
-
 def keeps_mask(x: Tensor, p: float) -> bool:
     """Return whether a mask is kept of ``x``, and can be in one bit; without, dropout is torch's in every respect."""
     if not (0.0 < p < 1.0 and x.requires_grad and may_compress(x) and in_plain_eager_mode(x)):
@@ -630,8 +613,7 @@ def keeps_mask(x: Tensor, p: float) -> bool:
     return x.is_floating_point() and x.numel() > 0
 
 
-SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
-"""Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
+# === Module classes ===================================================================================================
 
 
 class CompressedActivation(CompressedLayer):
@@ -690,7 +672,7 @@ class ExactActivation(CompressedActivation):
     one_bit = True
 
     def describe(self) -> str:
-        """Return nothing: there is only one way."""
+        """Return "": there are no settings to show."""
         return ""
 
 
@@ -770,6 +752,35 @@ class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
     dense_class, function = nn.Hardsigmoid, "hardsigmoid"
 
 
+class CompressedSigmoid(CompressedActivation, nn.Sigmoid):
+    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
+
+    dense_class, function = nn.Sigmoid, "sigmoid"
+
+
+class CompressedDropout(CompressedLayer, nn.Dropout):
+    """``nn.Dropout`` that keeps its mask in one bit a value, whatever the bits."""
+
+    operator = "activation"
+    one_bit = True
+    dense_class = nn.Dropout
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: it keeps a seed, and no mask."""
+        return "dense"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input without the values that are dropped, the others scaled up."""
+        if not self.training or not keeps_mask(input, self.p):
+            return super().forward(input)
+        return cast(Tensor, _dropout(input, self.p, self.inplace))
+
+    def describe(self) -> str:
+        """Return "": dropout has no settings to show."""
+        return ""
+
+
 class ForeignActivation(CompressedActivation):
     """Mixin for functions of other packages that torch has as one operation, whatever they are written with."""
 
@@ -829,34 +840,7 @@ class TransformersMish(ForeignActivation):
     function = "mish"
 
 
-class CompressedSigmoid(CompressedActivation, nn.Sigmoid):
-    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
-
-    dense_class, function = nn.Sigmoid, "sigmoid"
-
-
-class CompressedDropout(CompressedLayer, nn.Dropout):
-    """``nn.Dropout`` that keeps its mask in one bit a value, whatever the bits."""
-
-    operator = "activation"
-    one_bit = True
-    dense_class = nn.Dropout
-
-    @property
-    def traced(self) -> Traced:
-        """What a compiler sees: it keeps a seed, and no mask."""
-        return "dense"
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the input without the values that are dropped, the others scaled up."""
-        if not self.training or not keeps_mask(input, self.p):
-            return super().forward(input)
-        return cast(Tensor, _dropout(input, self.p, self.inplace))
-
-    def describe(self) -> str:
-        """Return "": dropout has no settings to show."""
-        return ""
-
+# === Classes covered ==================================================================================================
 
 _FUNCTIONS: dict[type[nn.Module], type[CompressedActivation]] = {
     cls.dense_class: cls

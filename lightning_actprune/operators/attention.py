@@ -24,9 +24,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_actprune.codec.blocks import Blocks
 from lightning_actprune.codec.dispatch import may_compress
+from lightning_actprune.codec.pack_cache import remember_copy
 from lightning_actprune.codec.private import no_dispatch_modes
 from lightning_actprune.config import Operator
-from lightning_actprune.operators import reuse
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear, CompressedLinear, compressed_linear, compresses
 
@@ -77,7 +77,7 @@ class Projection:
         turned = self.with_samples(x)
         rows = turned.contiguous()
         if rows is not turned and not torch.compiler.is_compiling():
-            reuse.remember_copy(rows, turned)
+            remember_copy(rows, turned)
         y = compressed_linear(rows, self.weight, bias, parts, blocks, self.layer.reuses)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -206,7 +206,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
         return routing_refusal()
 
     def describe(self) -> str:
-        """Return nothing: the projection has its own."""
+        """Return "": the projection shows its own settings."""
         return ""
 
     def forward(

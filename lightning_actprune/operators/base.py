@@ -301,7 +301,7 @@ class CompressedLayer(Converted):
 
     @property
     def reuses(self) -> bool:
-        """Whether backward of the layer may use parameters of the norm before it, as ``operators.reuse`` does.
+        """Whether backward of the layer may use parameters of the norm before it, as ``operators.weight_grad`` does.
 
         Not where FSDP gathers parameters for backward of one group of modules, which need not be that of the norm.
         """

@@ -59,16 +59,19 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.formats import row_bytes, split
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.activation import CompressedReLU
 from lightning_actprune.operators.base import CompressedLayer, hooked
-from lightning_actprune.operators.norm import CompressedNorm, check_stored, dense_format, may_launch, output_dtype
+from lightning_actprune.operators.norm import CompressedNorm, dense_format, laid_out_as, may_launch, output_dtype
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch, ChannelNormLaunch, Stored
+
+
+# === What is computed, and what backward has to know ==================================================================
 
 
 class ChannelSetting(NamedTuple):
@@ -139,24 +142,13 @@ class ChannelLayout(NamedTuple):
     types: tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
-class BoundChannelNorm(NamedTuple):
-    """What the kernels do with inputs of one layout.
-
-    Args:
-        launch: The launches.
-        layout: What backward has to know.
-        moves: Whether running statistics are moved on.
-    """
-
-    launch: ChannelNormLaunch
-    layout: ChannelLayout
-    moves: bool
-
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of input, weight and bias."""
 Needed = tuple[bool, bool, bool]
 """Which of them are."""
+
+
+# === Autograd =========================================================================================================
 
 
 class ChannelNormFunction(torch.autograd.Function):
@@ -178,6 +170,7 @@ class ChannelNormFunction(torch.autograd.Function):
 
         Not in eager mode: there the statistics of the batch are returned too, and nothing is moved.
         """
+        # x [N, C, ...], weight and bias [C], fixed and statistics [3, sets]: mean, rstd and variance
         bound = find_launch(x, weight, bias, fixed, setting, dtype, running) if eager else None
         ctx.launched = bound is not None
         moved: Any = None
@@ -195,7 +188,7 @@ class ChannelNormFunction(torch.autograd.Function):
         if x.device.type == "cpu":
             y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
         elif not setting.groups:
-            y = _placed(y, x, weight, bias, fixed is None, setting.eps, eager)
+            y = _laid_out(y, x, weight, bias, fixed is None, setting.eps, eager)
         if eager:
             return y
         ctx.mark_non_differentiable(statistics)
@@ -203,14 +196,17 @@ class ChannelNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable("a normalisation layer that keeps its input quantized")
-    def backward(ctx: Any, eager: bool, grad_y: Tensor, *_: Tensor | None) -> Gradients:
+    def backward(ctx: Any, eager: bool, grad_output: Tensor, *_: Tensor | None) -> Gradients:
         """Return the gradients of input, weight and bias."""
-        values, statistics, weight = ctx.saved_tensors
-        compute = _launch_grad if eager and ctx.launched and may_launch(grad_y) else normalize_grad
-        return compute(grad_y, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
+        values, statistics, weight = ctx.saved_tensors  # the bytes of x~, [3, sets], [C]
+        compute = _launch_grad if eager and ctx.launched and may_launch(grad_output) else normalize_grad
+        return compute(grad_output, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
 
 
-def _placed(
+_channel_norm = applied(ChannelNormFunction)
+
+
+def _laid_out(
     y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, eps: float, eager: bool
 ) -> Tensor:
     """Return the output of a batch norm as torch's own lies in memory on a GPU.
@@ -223,92 +219,82 @@ def _placed(
     if order != torch.contiguous_format and x.is_contiguous(memory_format=order):
         return y
     if x.dim() == 2 or (eager and is_native_batch_norm(x, weight, bias, training, eps)):
-        like = torch.empty_like(x, dtype=y.dtype)
-        return y if like.stride() == y.stride() else like.copy_(y)
+        return laid_out_as(x, y)
     return y.contiguous(memory_format=order) if eager else y
 
 
-_channel_norm = applied(ChannelNormFunction)
+def _of_parameters(sums: Tensor, layout: ChannelLayout, needed: Needed) -> tuple[Tensor | None, Tensor | None]:
+    """Return those of the sums ``[2, C]`` that are needed, in the types of the parameters."""
+    of_weight, of_bias = (
+        as_dtype(total, dtype) if wanted and dtype is not None else None
+        for total, dtype, wanted in zip(sums, layout.types[1:], needed[1:], strict=True)
+    )
+    return of_weight, of_bias
 
 
-def channel_norm(
+class FrozenBatchNormFunction(torch.autograd.Function):
+    """Batch normalisation in eval mode with a weight that needs no gradient: keeps what its input is multiplied by.
+
+    Its gradients have derivatives of their own, which is why it does without the frame of the other functions.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Compute what torch computes."""
+        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scale if weight is None else scale * weight)
+        ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input and bias."""
+        if grad_output is None:  # of an output on which nothing depends
+            return (None,) * 6
+        (scale,) = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            scale = scale.view(-1, *[1] * (grad_output.dim() - 2))
+            if torch.is_grad_enabled() or not in_plain_eager_mode(grad_output):
+                grad_x = (grad_output * scale).to(ctx.dtype)
+            else:  # in one pass
+                grad_x = torch.mul(grad_output, scale, out=torch.empty_like(grad_output, dtype=ctx.dtype))
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_output.sum([0, *range(2, grad_output.dim())], dtype=scale.dtype).to(ctx.bias)
+        return grad_x, None, grad_bias, None, None, None
+
+
+# === Reference in plain torch =========================================================================================
+
+
+def _normalized(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    fixed: Tensor | None,
     setting: ChannelSetting,
     dtype: torch.dtype,
-    fixed: Tensor | None = None,
-    running: Running | None = None,
-) -> Tensor:
-    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and move ``running`` on.
-
-    Args:
-        x: Not empty.
-        weight: ``[C]`` or ``None``.
-        bias: ``[C]`` or ``None``.
-        setting: What is computed, and how it is stored.
-        dtype: Type of the output.
-        fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to take instead of those of ``x``.
-        running: Those of batch normalisation that are to move.
-    """
-    found: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
-    if isinstance(found, Tensor):
-        return found
-    if running is not None:
-        move(running, found[1])
-    return found[0]
-
-
-@torch.no_grad()
-def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> None:
-    """Move the running statistics towards those of a batch.
-
-    Those of a ``batch`` on the CPU are moved by torch itself, and so bit for bit as in the dense layer.
-    """
-    mean, var, batches, momentum = running
-    share: float | Tensor | None = momentum
-    if batches is not None:
-        batches.add_(1)
-        if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
-            share = batches.float().reciprocal()
-    share = 0.0 if share is None else share
-    if batch is not None and _moves_as_torch(batch, mean, var):
-        torch.batch_norm_update_stats(batch, mean, var, float(share))
-        torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # it does not tell autograd
-        return
-    for moved, found in ((mean, statistics[0]), (var, statistics[2])):
-        if moved is None:
-            continue
-        if moved.dtype == torch.float32:
-            moved.lerp_(found, share)
-        else:
-            moved.copy_(moved.float().lerp_(found, share))
-
-
-def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> bool:
-    """Return whether torch can move statistics of these types: those of the batch, or fp32."""
-    if batch.device.type != "cpu" or mean is None or var is None:
-        return False
-    return mean.dtype == var.dtype and mean.dtype in (torch.float32, batch.dtype)
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Return whether the channels of a pixel of ``x [N, C, ...]`` lie side by side, and pixels without gaps."""
-    return x.movedim(1, -1).is_contiguous()
-
-
-def reads_last(x: Tensor, groups: int) -> bool:
-    """Return whether ``x [N, C, ...]`` is read with its channels last; if not, it is made contiguous.
-
-    Groups are read from contiguous tensors only.
-    """
-    return not groups and not x.is_contiguous() and is_channels_last(x)
-
-
-def cut_of(shape: Sequence[int], last: bool) -> Cut:
-    """Return how a tensor ``[N, C, ...]`` is cut that is contiguous, or has its channels last."""
-    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
-    return Cut(images * pixels, channels, 1) if last else Cut(images, channels, pixels)
+) -> tuple[Tensor, Tensor, Tensor, ChannelLayout]:
+    """Return output, values, statistics, and what backward has to know besides, in plain torch."""
+    setting = setting.cut_to(x.numel())
+    check_storable(x, setting.bits, ceil_div(x.numel(), setting.block_size), setting.block_size)
+    last = reads_last(x, setting.groups)
+    cut, ordered = cut_of(x.shape, last), x.movedim(1, -1) if last else x
+    y, values, statistics = normalize(ordered.float(), weight, bias, fixed, setting, cut)
+    y = as_dtype(y, dtype).view(ordered.shape)
+    y = y.movedim(-1, 1).clone() if last else no_view(y)
+    types = x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype
+    return y, values, statistics, ChannelLayout(setting, x.shape, y.stride(), cut, last, fixed is not None, types)
 
 
 def normalize(
@@ -328,7 +314,13 @@ def normalize(
         The output in fp32, cut as memory is, the bytes of all blocks, and ``statistics [3, sets]`` in fp32: mean, rstd
         and unbiased variance.
     """
-    statistics = _statistics(x.reshape(_sets(cut, setting.groups)), setting.eps) if fixed is None else fixed.clone()
+    if fixed is None:
+        sets = x.reshape(_sets(cut, setting.groups))
+        var, mean = torch.var_mean(sets, (0, 2), correction=0)
+        each = sets.shape[0] * sets.shape[2]
+        statistics = torch.stack([mean, torch.rsqrt(var + setting.eps), var * (each / max(each - 1, 1))])
+    else:
+        statistics = fixed.clone()
     (mean, rstd, _), weight, bias = spread(statistics, weight, bias, cut, setting.groups)
     hat = (x.reshape(_each(cut, setting.groups)) - mean[:, None]) * rstd[:, None]
     y = hat if weight is None else hat * weight.float()[:, None]
@@ -338,7 +330,7 @@ def normalize(
 
 
 def normalize_grad(
-    grad_y: Tensor,
+    grad_output: Tensor,
     values: Tensor,
     statistics: Tensor,
     weight: Tensor | None,
@@ -348,7 +340,7 @@ def normalize_grad(
     """Return the gradients of a normalisation in plain torch.
 
     Args:
-        grad_y: ``[N, C, ...]``, of any layout.
+        grad_output: ``[N, C, ...]``, of any layout.
         values: The bytes of all blocks.
         statistics: ``[3, sets]``.
         weight: ``[C]`` or ``None``.
@@ -357,7 +349,7 @@ def normalize_grad(
     """
     groups, _, block_size, bits, relu = layout.setting
     cut, rstd, count = _each(layout.cut, groups), statistics[1], math.prod(layout.cut)
-    ordered = grad_y.movedim(1, -1) if layout.last else grad_y
+    ordered = grad_output.movedim(1, -1) if layout.last else grad_output
     grad = ordered.reshape(cut).float()
     if relu:
         values, passed = _split(values, count, block_size, bits)
@@ -379,31 +371,53 @@ def normalize_grad(
     return grad_x, *_of_parameters(sums, layout, needed)
 
 
-def _normalized(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    fixed: Tensor | None,
-    setting: ChannelSetting,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, ChannelLayout]:
-    """Return output, values, statistics, and what backward has to know besides, in plain torch."""
-    setting = setting.cut_to(x.numel())
-    check_stored(x, ceil_div(x.numel(), setting.block_size), setting.block_size, setting.bits)
-    last = reads_last(x, setting.groups)
-    cut, ordered = cut_of(x.shape, last), x.movedim(1, -1) if last else x
-    y, values, statistics = normalize(ordered.float(), weight, bias, fixed, setting, cut)
-    y = as_dtype(y, dtype).view(ordered.shape)
-    y = y.movedim(-1, 1).clone() if last else no_view(y)
-    types = x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype
-    return y, values, statistics, ChannelLayout(setting, x.shape, y.stride(), cut, last, fixed is not None, types)
+def _group_factors(
+    each: Tensor, rstd: Tensor, weight: Tensor | None, groups: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the parameters, and by what a channel is multiplied, from ``each [2, N, C]``.
+
+    These are the sums of ``g x~`` and of ``g``. Factors ``[3, N C]``: ``grad_x = f0 g + f1 x~ + f2``.
+    """
+    sums = each.sum(1)
+    _, images, channels = each.shape
+    weighted = each if weight is None else each * weight.float()
+    size = channels // groups
+    means = weighted.view(2, images, groups, size).sum(3) / max(size * length, 1)
+    shared = -(means * rstd.view(images, groups)).repeat_interleave(size, 2)
+    scale = rstd.view(images, groups).repeat_interleave(size, 1)
+    scale = scale if weight is None else scale * weight.float()
+    return sums, torch.stack([scale, *shared]).view(3, -1)
 
 
-def _statistics(x: Tensor, eps: float) -> Tensor:
-    """Return mean, rstd and unbiased variance, ``[3, channels]``, of ``x [images, channels, length]``."""
-    var, mean = torch.var_mean(x, (0, 2), correction=0)
-    each = x.shape[0] * x.shape[2]
-    return torch.stack([mean, torch.rsqrt(var + eps), var * (each / max(each - 1, 1))])
+def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the values ``[blocks, bytes]`` of what is stored with the bits of a ReLU, and which of these are set."""
+    from lightning_actprune.kernels.channel_norm import bits_start
+
+    blocks, row = ceil_div(count, block_size), row_bytes(block_size, bits, 0)
+    passed = split(stored[bits_start(blocks, row) :].view(blocks, -1), 1, block_size)
+    return stored[: blocks * row].view(blocks, row), passed.reshape(-1)[:count] != 0
+
+
+# === How memory is cut ================================================================================================
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether the channels of a pixel of ``x [N, C, ...]`` lie side by side, and pixels without gaps."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+def reads_last(x: Tensor, groups: int) -> bool:
+    """Return whether ``x [N, C, ...]`` is read with its channels last; if not, it is made contiguous.
+
+    Groups are read from contiguous tensors only.
+    """
+    return not groups and not x.is_contiguous() and is_channels_last(x)
+
+
+def cut_of(shape: Sequence[int], last: bool) -> Cut:
+    """Return how a tensor ``[N, C, ...]`` is cut that is contiguous, or has its channels last."""
+    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+    return Cut(images * pixels, channels, 1) if last else Cut(images, channels, pixels)
 
 
 def _sets(cut: Cut, groups: int) -> Cut:
@@ -428,42 +442,21 @@ def spread(
     return statistics.repeat_interleave(cut.channels // groups, 1), weight, bias
 
 
-def _group_factors(
-    each: Tensor, rstd: Tensor, weight: Tensor | None, groups: int, length: int
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the parameters, and by what a channel is multiplied, from ``each [2, N, C]``.
+# === Launches =========================================================================================================
 
-    These are the sums of ``g x~`` and of ``g``. Factors ``[3, N C]``: ``grad_x = f0 g + f1 x~ + f2``.
+
+class BoundChannelNorm(NamedTuple):
+    """What the kernels do with inputs of one layout.
+
+    Args:
+        launch: The launches.
+        layout: What backward has to know.
+        moves: Whether running statistics are moved on.
     """
-    sums = each.sum(1)
-    _, images, channels = each.shape
-    weighted = each if weight is None else each * weight.float()
-    size = channels // groups
-    means = weighted.view(2, images, groups, size).sum(3) / max(size * length, 1)
-    shared = -(means * rstd.view(images, groups)).repeat_interleave(size, 2)
-    scale = rstd.view(images, groups).repeat_interleave(size, 1)
-    scale = scale if weight is None else scale * weight.float()
-    return sums, torch.stack([scale, *shared]).view(3, -1)
 
-
-def _of_parameters(sums: Tensor, layout: ChannelLayout, needed: Needed) -> tuple[Tensor | None, Tensor | None]:
-    """Return those of the sums ``[2, C]`` that are needed, in the types of the parameters."""
-    of_weight, of_bias = (
-        as_dtype(total, dtype) if wanted and dtype is not None else None
-        for total, dtype, wanted in zip(sums, layout.types[1:], needed[1:], strict=True)
-    )
-    return of_weight, of_bias
-
-
-def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the values ``[blocks, bytes]`` of what is stored with the bits of a ReLU, and which of these are set."""
-    from lightning_actprune.kernels.channel_norm import bits_start
-
-    blocks, row = ceil_div(count, block_size), row_bytes(block_size, bits, 0)
-    places = torch.arange(8, dtype=torch.uint8, device=stored.device)
-    passed = stored[bits_start(blocks, row) :].view(blocks, -1, 1) >> places & 1
-    values = stored[: blocks * row].view(blocks, row)
-    return values, passed.view(blocks, -1)[:, :block_size].reshape(-1)[:count] != 0
+    launch: ChannelNormLaunch
+    layout: ChannelLayout
+    moves: bool
 
 
 def find_launch(
@@ -509,20 +502,27 @@ def _movable(running: Running, channels: int, device: torch.device) -> bool:
 
 
 def _launch_grad(
-    grad_y: Tensor, values: Tensor, statistics: Tensor, weight: Tensor | None, layout: ChannelLayout, needed: Needed
+    grad_output: Tensor,
+    values: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    layout: ChannelLayout,
+    needed: Needed,
 ) -> Gradients:
     """Return the gradients that are needed, by the kernels."""
-    if grad_y.stride() != layout.strides:
-        empty = torch.empty_strided(grad_y.shape, layout.strides, dtype=grad_y.dtype, device=grad_y.device)
-        grad_y = empty.copy_(grad_y)
-    starts = is_aligned(grad_y), is_aligned(values), is_aligned(statistics), weight is None or is_aligned(weight)
-    launch = _grad_launches[(layout, needed, grad_y.dtype, grad_y.device, starts)]
+    if grad_output.stride() != layout.strides:
+        empty = torch.empty_strided(
+            grad_output.shape, layout.strides, dtype=grad_output.dtype, device=grad_output.device
+        )
+        grad_output = empty.copy_(grad_output)
+    starts = is_aligned(grad_output), is_aligned(values), is_aligned(statistics), weight is None or is_aligned(weight)
+    launch = _grad_launches[(layout, needed, grad_output.dtype, grad_output.device, starts)]
     (groups, *_), cut, (of_x, *types) = layout.setting, layout.cut, layout.types
     grad_x = of_weight = of_bias = None
     if needed[0]:
-        grad_x = torch.empty_strided(grad_y.shape, layout.strides, dtype=of_x, device=grad_y.device)
-    with on_device_of(grad_y):
-        partial = launch.sums(grad_y, values)
+        grad_x = torch.empty_strided(grad_output.shape, layout.strides, dtype=of_x, device=grad_output.device)
+    with on_device_of(grad_output):
+        partial = launch.sums(grad_output, values)
         if groups:
             each = partial.sum(1).view(2, cut.images, cut.channels)
             sums, factors = _group_factors(each, statistics[1], weight, groups, cut.length)
@@ -532,7 +532,7 @@ def _launch_grad(
             of_bias = statistics.new_empty(cut.channels, dtype=types[1]) if needed[2] else None
             factors = launch.factors(partial, statistics, weight, of_weight, of_bias)
         if grad_x is not None:
-            launch.input_grad(grad_y, values, factors, grad_x)
+            launch.input_grad(grad_output, values, factors, grad_x)
     return grad_x, of_weight, of_bias
 
 
@@ -603,46 +603,35 @@ _launches = LaunchCache(_channel_norm_launch)
 _grad_launches = LaunchCache(_channel_norm_grad_launch)
 
 
-class FrozenBatchNormFunction(torch.autograd.Function):
-    """Batch normalisation in eval mode with a weight that needs no gradient: keeps what its input is multiplied by.
+# === Functional form ==================================================================================================
 
-    Its gradients have derivatives of their own, which is why it does without the frame of the other functions.
+
+def channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    setting: ChannelSetting,
+    dtype: torch.dtype,
+    fixed: Tensor | None = None,
+    running: Running | None = None,
+) -> Tensor:
+    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and move ``running`` on.
+
+    Args:
+        x: Not empty.
+        weight: ``[C]`` or ``None``.
+        bias: ``[C]`` or ``None``.
+        setting: What is computed, and how it is stored.
+        dtype: Type of the output.
+        fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to take instead of those of ``x``.
+        running: Those of batch normalisation that are to move.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        eps: float,
-    ) -> Tensor:
-        """Compute what torch computes."""
-        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)
-        ctx.save_for_backward(scale if weight is None else scale * weight)
-        ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input and bias."""
-        if grad_y is None:  # of an output on which nothing depends
-            return (None,) * 6
-        (scale,) = ctx.saved_tensors
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            scale = scale.view(-1, *[1] * (grad_y.dim() - 2))
-            if torch.is_grad_enabled() or not in_plain_eager_mode(grad_y):
-                grad_x = (grad_y * scale).to(ctx.dtype)
-            else:  # in one pass
-                grad_x = torch.mul(grad_y, scale, out=torch.empty_like(grad_y, dtype=ctx.dtype))
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad_y.sum([0, *range(2, grad_y.dim())], dtype=scale.dtype).to(ctx.bias)
-        return grad_x, None, grad_bias, None, None, None
+    found: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
+    if isinstance(found, Tensor):
+        return found
+    if running is not None:
+        move(running, found[1])
+    return found[0]
 
 
 def frozen_batch_norm(
@@ -651,6 +640,42 @@ def frozen_batch_norm(
     """Return ``x [N, C, ...]`` normalised with mean and variance that are constants, as is the weight."""
     y: Tensor = FrozenBatchNormFunction.apply(x, weight, bias, *statistics, eps)
     return y
+
+
+@torch.no_grad()
+def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> None:
+    """Move the running statistics towards those of a batch.
+
+    Those of a ``batch`` on the CPU are moved by torch itself, and so bit for bit as in the dense layer.
+    """
+    mean, var, batches, momentum = running
+    share: float | Tensor | None = momentum
+    if batches is not None:
+        batches.add_(1)
+        if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
+            share = batches.float().reciprocal()
+    share = 0.0 if share is None else share
+    if batch is not None and _moves_as_torch(batch, mean, var):
+        torch.batch_norm_update_stats(batch, mean, var, float(share))
+        torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # it does not tell autograd
+        return
+    for moved, found in ((mean, statistics[0]), (var, statistics[2])):
+        if moved is None:
+            continue
+        if moved.dtype == torch.float32:
+            moved.lerp_(found, share)
+        else:
+            moved.copy_(moved.float().lerp_(found, share))
+
+
+def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> bool:
+    """Return whether torch can move statistics of these types: those of the batch, or fp32."""
+    if batch.device.type != "cpu" or mean is None or var is None:
+        return False
+    return mean.dtype == var.dtype and mean.dtype in (torch.float32, batch.dtype)
+
+
+# === Module classes ===================================================================================================
 
 
 def _keeps(layer: Any, x: Tensor) -> bool:
@@ -835,7 +860,7 @@ class CompressedResNetBlock(CompressedLayer):
     downsample: nn.Module | None
 
     def describe(self) -> str:
-        """Return nothing: the norms and the activation function have their own."""
+        """Return "": the norms and the activation function show their own settings."""
         return ""
 
     def added(self, branch: Tensor, x: Tensor) -> Tensor:
@@ -879,6 +904,8 @@ class CompressedBottleneck(CompressedResNetBlock):
         return self.added(self.bn3(self.conv3(y)), x)
 
 
+# === Classes covered ==================================================================================================
+
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.BatchNorm1d: CompressedBatchNorm1d,
     nn.BatchNorm2d: CompressedBatchNorm2d,
@@ -886,7 +913,6 @@ CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.GroupNorm: CompressedGroupNorm,
 }
 """What layers of torch become."""
-
 FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("timm.layers.norm", "GroupNorm"): CompressedTimmGroupNorm,
     ("timm.layers.norm", "GroupNorm1"): CompressedTimmGroupNorm,
@@ -896,7 +922,6 @@ FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("torchvision.models.resnet", "Bottleneck"): CompressedBottleneck,
 }
 """Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""
-
 LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = {
     nn.SyncBatchNorm: ("norm", "finds its statistics together with other processes, by kernels of its own"),
 }

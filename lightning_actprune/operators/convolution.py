@@ -24,14 +24,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec import sharing
-from lightning_actprune.codec.blocks import AnyScope, Blocks, block_and_keep, ceil_div, keeps_all, stored_view
+from lightning_actprune.codec.blocks import (
+    AnyScope,
+    Blocks,
+    block_and_keep,
+    ceil_div,
+    keeps_all,
+    stored_shape,
+    stored_view,
+)
 from lightning_actprune.codec.dispatch import (
     MAX_COLUMNS,
     Backend,
@@ -45,14 +52,14 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
-from lightning_actprune.codec.packed import kept_blocks, pack, pack_all, unpack, unpack_all
-from lightning_actprune.codec.sharing import Shared
+from lightning_actprune.codec.pack_cache import PackedInput, get_or_pack
+from lightning_actprune.codec.packed import kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.operators.linear import check_input, check_stored_type, compresses, input_launches
+from lightning_actprune.operators.linear import check_input, compresses, input_launches
+from lightning_actprune.operators.weight_grad import unpack_input
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
-Packed = tuple[Tensor, Tensor, Tensor]
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
 
@@ -73,98 +80,7 @@ class Windows(NamedTuple):
     groups: int
 
 
-class InputLayout(NamedTuple):
-    """What a convolution reads, and how that is packed.
-
-    Args:
-        shape: ``[N, C, *spatial]``.
-        strides: Those of the input without gaps, as it was packed.
-        dtype: Type that it was packed in, and is unpacked to.
-        rows: ``[1, rows, length]`` as stored.
-        block: Values per block, cut to a row.
-        bits: To how many bits the values are quantized.
-    """
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    rows: tuple[int, int, int]
-    block: int
-    bits: int
-
-
-class ConvolutionLaunch(NamedTuple):
-    """What forward and backward do with inputs of one layout, which have no gaps.
-
-    Args:
-        layout: What the convolution reads, and how that is packed.
-        new: Returns memory of that layout.
-        casts: Whether ``pack`` writes what the convolution reads, cast from the input, to such memory.
-        pack: Packs.
-        unpack: Writes the packed input to such memory.
-        backend: The backend that was asked for, ``None`` if none was.
-    """
-
-    layout: InputLayout
-    new: Callable[[], Tensor]
-    casts: bool
-    pack: Callable[..., Packed]
-    unpack: Callable[..., None]
-    backend: Backend | None
-
-    def cast_and_pack(self, x: Tensor) -> tuple[Tensor, Shared]:
-        """Return ``x`` as autocast would cast it, and what is kept of that."""
-        given = self.new() if self.casts else as_dtype(x, self.layout.dtype)
-        with on_device_of(x):
-            packed = self.pack(x, given) if self.casts else self.pack(given)
-        return given, Shared(packed, self.layout.rows, False, self.layout.block)
-
-    def unpacks(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
-        """Return whether ``unpack`` reads what was saved: hooks may have put it where it is not aligned."""
-        aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
-        return aligned and self.backend is forced_backend()
-
-    def unpacked(self, packed: Packed) -> Tensor:
-        """Return the packed input as it was read."""
-        x_hat = self.new()
-        with on_device_of(x_hat):
-            self.unpack(*packed, x_hat)
-        return x_hat
-
-
-def _launch(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    parts: int,
-    autocast: torch.dtype | None,
-    blocks: Blocks,
-    backend: Backend | None,
-) -> ConvolutionLaunch | None:
-    """Return what is done with inputs of a layout, ``None`` if it has gaps, or if packing it is not for the kernels."""
-    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    if without_gaps(x) is not x:
-        return None
-    rows = rows_of(x, blocks.block_size, blocks.scope)
-    launch = input_launches[(rows.shape, rows.stride(), dtype, device, aligned, parts, autocast, blocks, backend)]
-    if launch is None or launch.copied:
-        return None
-    from lightning_actprune.kernels.unpack import unpack_launch
-
-    given = x if autocast is None else cast_as_autocast(x, autocast)
-    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)
-    layout = InputLayout(shape, given.stride(), given.dtype, launch.shape, launch.block, blocks.bits)
-    new = functools.partial(torch.empty_strided, shape, given.stride(), dtype=given.dtype, device=device)
-    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
-    kept = kept_blocks(stored.shape, block, keep) if blocks.bits else 0
-    samples = 0 if keeps_all(keep) else stored.shape[0]
-    unpacks = unpack_launch(samples, kept, launch.shape, False, block, blocks.bits, device)
-    return ConvolutionLaunch(layout, new, launch.new_cast is not None, launch.pack, unpacks, backend)
-
-
-_launches = LaunchCache(_launch)
+# === Autograd =========================================================================================================
 
 
 class ConvolutionFunction(torch.autograd.Function):
@@ -182,33 +98,46 @@ class ConvolutionFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``codec.blocks``)."""
+        # x [N, C, *spatial], weight [OUT, C / groups, *sizes], bias [OUT] or None
         ctx.windows, ctx.dtypes = windows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        autocast = autocast_dtype(x)
         ctx.bias_sizes = None if bias is None else bias.shape
-        packed: tuple[Tensor, ...]
-        if eager:
-            given, packed, ctx.layout, ctx.launch = _read_and_keep(x, parts, autocast, blocks)
+        autocast = autocast_dtype(x)
+        if eager:  # a linear layer that reads the same tensor cuts it into other rows
+            settings = parts, autocast, blocks, forced_backend()
+            dense, launch = _dense_and_launch(x, *settings)
+            x_read, packed = get_or_pack(
+                x,
+                ("convolution", *settings),
+                lambda: _cast_and_pack(dense, launch, parts, autocast, blocks, True),
+                lambda: _cast(dense, autocast),
+            )
         else:
-            given, packed, ctx.layout = _traced_read_and_keep(x, parts, autocast, blocks)
-            ctx.launch = None
-        ctx.save_for_backward(weight, *packed)
+            launch = None
+            x_read, packed = _cast_and_pack(without_gaps(x), None, parts, autocast, blocks, False)
+        tensors, *ctx.layout = packed
+        ctx.launch, ctx.read = launch, (x_read.shape, x_read.stride(), x_read.dtype)
+        ctx.save_for_backward(weight, *tensors)
         if autocast is not None:
             weight = cast_as_autocast(weight, autocast)
             bias = None if bias is None else cast_as_autocast(bias, autocast)
         stride, padding, dilation, groups = windows
-        return torch.convolution(given, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
+        return torch.convolution(x_read, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
     @staticmethod
     @once_differentiable("a convolution that keeps its input compressed")
-    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the weight gradient from the packed input."""
-        weight, *packed = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        x_hat = _unpack(ctx.launch, ctx.layout, tuple(packed), eager)
+        shape, strides, dtype = ctx.read
+        # x_hat [N, C, *spatial], laid out as the convolution read it
+        if eager and ctx.launch is not None and ctx.launch.can_unpack(*tensors):
+            x_hat = ctx.launch.unpacked(tensors)
+        else:
+            x_hat = unpack_input(PackedInput(tuple(tensors), *ctx.layout), dtype, eager).as_strided(shape, strides)
         stride, padding, dilation, groups = ctx.windows
         moves = stride, padding, dilation, False, (0,) * len(stride), groups
-        weight = as_dtype(weight, ctx.layout.dtype)
-        grads = _convolution_backward(grad_y, x_hat, weight, ctx.bias_sizes, *moves, needed)
+        grads = _convolution_backward(grad_output, x_hat, as_dtype(weight, dtype), ctx.bias_sizes, *moves, needed)
         return tuple(
             [as_dtype(g, dtype) if wanted else None for g, dtype, wanted in zip(grads, ctx.dtypes, needed, strict=True)]
         )
@@ -217,96 +146,32 @@ class ConvolutionFunction(torch.autograd.Function):
 _convolution = applied(ConvolutionFunction)
 
 
-def compressed_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, windows: Windows, parts: int, blocks: Blocks
-) -> Tensor:
-    """Convolve ``x``, a batch or one sample, for a weight for which it is kept (``compresses``), and keep it packed."""
-    check_input(x, weight)
-    if x.dim() == weight.dim() - 1:
-        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
-        return y.squeeze(0)
-    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
-    return made
-
-
-def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
-    """Return the weight gradient that backward of a convolution computes from ``x``, the packed input.
-
-    ``sizes``: those of the weight, whose values are not needed.
-    """
-    stride, padding, dilation, groups = windows
-    moves = stride, padding, dilation, False, (0,) * len(stride), groups
-    grads = _convolution_backward(grad_y, x, x.new_empty(sizes), None, *moves, [False, True, False])
-    grad: Tensor = grads[1]
-    return grad
-
-
-def _read_and_keep(
-    x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks
-) -> tuple[Tensor, Packed, InputLayout, ConvolutionLaunch | None]:
-    """Return what the convolution reads of ``x``, what is kept of that, its layout and its launches."""
-    setting = parts, autocast, blocks, forced_backend()
-    key = sharing.key_of(x, *setting)
-    # A linear layer that reads the same tensor cuts it into other rows.
-    key = None if key is None else (*key, "convolution")
-    shared = None if key is None else sharing.find(x, key)
-    given = x
-    launch = _launches[(x.shape, x.stride(), x.dtype, x.device, is_aligned(x), *setting)]
-    if launch is None:
-        given = without_gaps(x)
-        if given is not x:
-            launch = _launches[(x.shape, given.stride(), x.dtype, x.device, is_aligned(given), *setting)]
-    if shared is not None:
-        given = given if autocast is None else cast_as_autocast(given, autocast)
-    else:
-        made = launch.cast_and_pack(given) if launch is not None else _cast_and_pack(given, parts, autocast, blocks)
-        given, shared = made
-        if key is not None:
-            sharing.remember(x, key, shared)
+def _cast_and_pack(
+    x: Tensor, launch: ConvolutionLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
+) -> tuple[Tensor, PackedInput]:
+    """Return ``x``, which has no gaps, as autocast casts it, and the packed input."""
     if launch is not None:
-        return given, shared.packed, launch.layout, launch
-    layout = given.shape, given.stride(), given.dtype, shared.shape, shared.block, blocks.bits
-    return given, shared.packed, InputLayout(*layout), None
+        x_read = launch.new() if launch.casts else _cast(x, autocast)
+        with on_device_of(x):
+            tensors = launch.pack(x, x_read) if launch.casts else launch.pack(x_read)
+        return x_read, PackedInput(tensors, *launch.layout)
+    x_read = _cast(x, autocast)
+    stored, block, keep = _stored(x_read, parts, blocks)
+    packed = (pack if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
+    return x_read, PackedInput(packed, stored_shape(stored, False), False, block, blocks.bits)
 
 
-def _cast_and_pack(x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks) -> tuple[Tensor, Shared]:
-    """Return ``x``, which has no gaps, as autocast would cast it, and what is kept of that, without kernels."""
-    given = x if autocast is None else cast_as_autocast(x, autocast)
-    rows = rows_of(given, blocks.block_size, blocks.scope)
-    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)
-    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
-    packed = pack(stored, block, keep, blocks.bits, blocks.selection)
-    return given, Shared(packed, (1, rows.shape[0] * rows.shape[1], rows.shape[2]), False, block)
+def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
+    return x if autocast is None else cast_as_autocast(x, autocast)
 
 
-def _traced_read_and_keep(
-    x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks
-) -> tuple[Tensor, tuple[Tensor, ...], InputLayout]:
-    """Do the same as a compiler may see it: what is kept are all blocks, or an operator's result."""
-    given = without_gaps(x)
-    given = given if autocast is None else cast_as_autocast(given, autocast)
-    rows = rows_of(given, blocks.block_size, blocks.scope)
-    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)
-    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
-    shape = 1, rows.shape[0] * rows.shape[1], rows.shape[2]
-    layout = InputLayout(given.shape, given.stride(), given.dtype, shape, block, blocks.bits)
-    if parts == 0:
-        check_stored_type(given)
-        return given, (pack_all(stored, block, blocks.bits),), layout
-    return given, torch.ops.actprune.pack(stored, block, keep, blocks.bits, blocks.selection), layout
+def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, int]:
+    """Return what is packed, ``[samples, rows, length]``, the block cut to a row, and the blocks kept per sample."""
+    stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
+    return stored, *block_and_keep(stored, blocks.block_size, parts, blocks.bits)
 
 
-def _unpack(launch: ConvolutionLaunch | None, layout: InputLayout, packed: tuple[Tensor, ...], eager: bool) -> Tensor:
-    """Return the packed input laid out as the convolution read it."""
-    _, rows, length = layout.rows
-    stored = rows, length, layout.block, layout.bits, layout.dtype
-    if len(packed) == 1:
-        return unpack_all(packed[0], *stored).contiguous().as_strided(layout.shape, layout.strides)
-    if launch is not None and eager and launch.unpacks(*packed):
-        return launch.unpacked(packed)  # type: ignore[arg-type]
-    values, bitmap, offsets = packed
-    unpacked: Tensor = (unpack if eager else torch.ops.actprune.unpack)(values, bitmap, offsets, *stored)
-    return unpacked.as_strided(layout.shape, layout.strides)
+# === Rows, in the order of memory =====================================================================================
 
 
 def without_gaps(x: Tensor) -> Tensor:
@@ -347,6 +212,145 @@ def _channels_last(x: Tensor) -> bool:
     if x.dim() == 4:  # without a view, which takes the host longer
         return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(1, -1).is_contiguous()
+
+
+# === Launches: how kernels pack and unpack inputs of one layout =======================================================
+
+
+class ConvolutionLaunch(NamedTuple):
+    """What forward and backward do with inputs of one layout, which have no gaps.
+
+    Args:
+        layout: Shape, transposition, block and bits of ``PackedInput``.
+        new: Returns memory laid out as what the convolution reads.
+        casts: Whether ``pack`` writes what the convolution reads, cast from the input, to such memory.
+        pack: Packs.
+        unpack: Writes the packed input to such memory.
+        backend: The backend that was asked for, ``None`` if none was.
+    """
+
+    layout: tuple[tuple[int, int, int], bool, int, int]
+    new: Callable[[], Tensor]
+    casts: bool
+    pack: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    unpack: Callable[..., None]
+    backend: Backend | None
+
+    def can_unpack(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
+        """Return whether ``unpack`` reads what was saved: hooks may have put it where it is not aligned."""
+        aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
+        return aligned and self.backend is forced_backend()
+
+    def unpacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the packed input as it was read."""
+        x_hat = self.new()
+        with on_device_of(x_hat):
+            self.unpack(*tensors, x_hat)
+        return x_hat
+
+
+def _launch(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool,
+    parts: int,
+    autocast: torch.dtype | None,
+    blocks: Blocks,
+    backend: Backend | None,
+) -> ConvolutionLaunch | None:
+    """Return what is done with inputs of a layout, ``None`` if it has gaps, or if packing it is not for the kernels."""
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    if without_gaps(x) is not x:
+        return None
+    rows = rows_of(x, blocks.block_size, blocks.scope)
+    launch = input_launches[(rows.shape, rows.stride(), dtype, device, aligned, parts, autocast, blocks, backend)]
+    if launch is None or launch.copied:
+        return None
+    from lightning_actprune.kernels.unpack import unpack_launch
+
+    x_read = _cast(x, autocast)
+    stored, block, keep = _stored(x, parts, blocks)
+    new = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
+    kept = kept_blocks(stored.shape, block, keep) if blocks.bits else 0
+    samples = 0 if keeps_all(keep) else stored.shape[0]
+    unpacks = unpack_launch(samples, kept, launch.layout[0], False, block, blocks.bits, device)
+    return ConvolutionLaunch(launch.layout, new, launch.new_cast is not None, launch.pack, unpacks, backend)
+
+
+_launches = LaunchCache(_launch)
+
+
+def _dense_and_launch(
+    x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks, backend: Backend | None
+) -> tuple[Tensor, ConvolutionLaunch | None]:
+    """Return ``x`` without gaps and what is done with it, ``None`` if packing it is not for the kernels."""
+    launch = _launches[(x.shape, x.stride(), x.dtype, x.device, is_aligned(x), parts, autocast, blocks, backend)]
+    dense = x if launch is not None else without_gaps(x)
+    if dense is not x:
+        key = x.shape, dense.stride(), x.dtype, x.device, is_aligned(dense), parts, autocast, blocks, backend
+        launch = _launches[key]
+    return dense, launch
+
+
+# === Functional form ==================================================================================================
+
+
+def compressed_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, windows: Windows, parts: int, blocks: Blocks
+) -> Tensor:
+    """Convolve ``x``, a batch or one sample, for a weight for which it is kept (``compresses``), and keep it packed."""
+    check_input(x, weight)
+    if x.dim() == weight.dim() - 1:
+        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
+        return y.squeeze(0)
+    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
+    return made
+
+
+def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
+    """Return the weight gradient that backward of a convolution computes from ``x``, the packed input.
+
+    ``sizes``: those of the weight, whose values are not needed.
+    """
+    stride, padding, dilation, groups = windows
+    moves = stride, padding, dilation, False, (0,) * len(stride), groups
+    grads = _convolution_backward(grad_y, x, x.new_empty(sizes), None, *moves, [False, True, False])
+    grad: Tensor = grads[1]
+    return grad
+
+
+def windows_of(layer: Convolution) -> Windows:
+    """Return which values of its input a convolution computes each output from."""
+    return Windows(layer.stride, _zeros(layer), layer.dilation, layer.groups)
+
+
+def _zeros(layer: Convolution) -> tuple[int, ...]:
+    """Return how many zeros are before and after the input, by dimension."""
+    if not isinstance(layer.padding, str):
+        return layer.padding
+    if layer.padding == "valid":
+        return (0,) * len(layer.kernel_size)
+    return tuple(d * (k - 1) // 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
+
+
+def padding_refusal(layer: Convolution) -> str | None:
+    """Return why a convolution with this padding cannot be compressed."""
+    if layer.padding_mode != "zeros":
+        return f"is {layer.padding_mode!r}, of which torch keeps a padded copy"
+    sizes = zip(layer.dilation, layer.kernel_size, strict=True)
+    if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in sizes):
+        return "is 'same' with an even number of weights, of which torch keeps a padded copy"
+    return None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether ``module`` is a transposed convolution, whose input is kept as it is."""
+    return isinstance(module, Transposed)
+
+
+# === Module classes ===================================================================================================
 
 
 class CompressedConvolution(CompressedLayer, nn.Module):
@@ -405,34 +409,7 @@ class CompressedConv3d(CompressedConvolution, nn.Conv3d):
     dense_class = nn.Conv3d
 
 
-def windows_of(layer: Convolution) -> Windows:
-    """Return which values of its input a convolution computes each output from."""
-    return Windows(layer.stride, _zeros(layer), layer.dilation, layer.groups)
-
-
-def _zeros(layer: Convolution) -> tuple[int, ...]:
-    """Return how many zeros are before and after the input, by dimension."""
-    if not isinstance(layer.padding, str):
-        return layer.padding
-    if layer.padding == "valid":
-        return (0,) * len(layer.kernel_size)
-    return tuple(d * (k - 1) // 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
-
-
-def padding_refusal(layer: Convolution) -> str | None:
-    """Return why a convolution with this padding cannot be compressed."""
-    if layer.padding_mode != "zeros":
-        return f"is {layer.padding_mode!r}, of which torch keeps a padded copy"
-    sizes = zip(layer.dilation, layer.kernel_size, strict=True)
-    if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in sizes):
-        return "is 'same' with an even number of weights, of which torch keeps a padded copy"
-    return None
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether ``module`` is a transposed convolution, whose input is kept as it is."""
-    return isinstance(module, Transposed)
-
+# === Classes covered ==================================================================================================
 
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.Conv1d: CompressedConv1d,

@@ -59,7 +59,8 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.layout import inverse_order, memory_order
+from lightning_actprune.codec.packed import check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_exporting
 from lightning_actprune.config import check_block_size
 from lightning_actprune.operators.activation import (
@@ -70,9 +71,7 @@ from lightning_actprune.operators.activation import (
     activation_class,
     check_input,
     check_stored,
-    inverse_order,
     keeps_derivative,
-    memory_order,
 )
 from lightning_actprune.operators.base import CompressedLayer, LayerState, Traced
 
@@ -81,6 +80,9 @@ if TYPE_CHECKING:
 
 SEPARATE, GATE_FIRST, GATE_LAST = range(3)
 """How gradients lie: two tensors, or the halves of one."""
+
+
+# === What is kept =====================================================================================================
 
 
 class StoredFactors(NamedTuple):
@@ -120,21 +122,66 @@ class Place(NamedTuple):
     for_u: bool
 
 
-def gate(
-    a: Tensor, u: Tensor, function: StoredDerivative, stored: StoredFactors, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return ``z [R, L]`` in ``dtype``, contiguous, and the bytes of q and p, in plain torch.
+# === Autograd =========================================================================================================
 
-    Args:
-        a: ``[R, L]`` in fp32 or 16 bits, of any strides.
-        u: Of the same shape, and of any of these types.
-        function: What is computed.
-        stored: What is kept, and how.
-        dtype: Of ``z``.
-    """
-    p, q = factors(a, u, function)
-    wanted = torch.cat([factor for factor, needed in ((q, stored.for_a), (p, stored.for_u)) if needed])
-    return (p * u.float()).to(dtype).contiguous(), pack_all(wanted, stored.block_size, stored.bits)
+
+class GatedFunction(torch.autograd.Function):
+    """A gated product that keeps its factors quantized."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        u: Tensor | None,
+        place: Place,
+        function: StoredDerivative,
+        block_size: int,
+        dtype: torch.dtype,
+        eager: bool,
+    ) -> Tensor:
+        """Compute the exact product; without ``u``, of the halves of ``a``."""
+        rows_a, rows_u, shape = _rows(a, u, place)  # [R, L] each
+        block = max(1, min(block_size, rows_a.shape[1]))
+        stored = StoredFactors(function.bits, block, place.for_a, place.for_u)
+        check_storable(a, stored.bits, 2 * rows_a.shape[0] * ceil_div(rows_a.shape[1], block), block)
+        if eager and (u is None or in_plain_eager_mode(u)):
+            z, values = gate_eagerly(rows_a, rows_u, function, stored, dtype)
+        else:
+            z, values = gate(rows_a, rows_u, function, stored, dtype)
+        ctx.stored, ctx.layout, ctx.rows = stored, place.layout, rows_a.shape
+        ctx.shapes = a.shape, None if u is None else u.shape
+        ctx.dtypes = a.dtype, rows_u.dtype
+        ctx.save_for_backward(values)
+        return no_view(z.view(shape))
+
+    @staticmethod
+    @once_differentiable("a gated product whose factors are kept quantized")
+    def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of ``a`` and ``u``."""
+        (values,) = ctx.saved_tensors  # the bytes of q and p, [2 R, L]
+        of_rows = gate_grad_eagerly if eager else gate_grad
+        grad_a, grad_u = of_rows(grad_output.reshape(ctx.rows), values, ctx.stored, ctx.layout, *ctx.dtypes)
+        shape, shape_u = ctx.shapes
+        return (
+            None if grad_a is None else grad_a.view(shape),
+            None if grad_u is None else grad_u.view(shape_u),
+        )
+
+
+_gated = applied(GatedFunction)
+
+
+def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, list[int]]:
+    """Return gate and factor as rows, and the shape of their product; of contiguous tensors without a copy."""
+    if u is not None:
+        rows, length = math.prod(a.shape[:-1]), a.shape[-1]
+        return a.reshape(rows, length), u.reshape(rows, length), list(a.shape)
+    dim = place.dim
+    shape = [*a.shape[:dim], a.shape[dim] // 2, *a.shape[dim + 1 :]]
+    length = math.prod(shape[dim:])
+    joint = a.reshape(math.prod(shape[:dim]), 2 * length)
+    first, second = joint[:, :length], joint[:, length:]
+    return (first, second, shape) if place.layout == GATE_FIRST else (second, first, shape)
 
 
 def gate_eagerly(
@@ -152,29 +199,6 @@ def gate_eagerly(
     with on_device_of(a):
         launch(a, u, z, values)
     return z, values
-
-
-def gate_grad(
-    grad: Tensor, values: Tensor, stored: StoredFactors, layout: int, of_a: torch.dtype, of_u: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``a`` and ``u``, ``None`` if nothing was kept for it, in plain torch.
-
-    Args:
-        grad: ``g [R, L]``.
-        values: The bytes of q and p.
-        stored: What was kept, and how.
-        layout: ``SEPARATE``, or which half of one gradient ``[R, 2 L]`` is the gate's: that is returned first then.
-        of_a: Type of the gradient of ``a``, and of the joint one.
-        of_u: Type of the gradient of ``u``.
-    """
-    rows, length = grad.shape
-    count, wide = stored.for_a + stored.for_u, grad.float()
-    read = unpack_all(values, count * rows, length, stored.block_size, stored.bits, torch.float32)
-    grad_a = (read[:rows] * wide).to(of_a) if stored.for_a else None
-    grad_u = (read[(count - 1) * rows :] * wide).to(of_u) if stored.for_u else None
-    if layout == SEPARATE or grad_a is None or grad_u is None:
-        return grad_a, grad_u
-    return torch.cat([grad_a, grad_u] if layout == GATE_FIRST else [grad_u, grad_a], 1), None
 
 
 def gate_grad_eagerly(
@@ -202,6 +226,53 @@ def gate_grad_eagerly(
     return (grad_a, grad_u) if joint is None else (joint, None)
 
 
+def _side_by_side(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+# === Reference in plain torch =========================================================================================
+
+
+def gate(
+    a: Tensor, u: Tensor, function: StoredDerivative, stored: StoredFactors, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return ``z [R, L]`` in ``dtype``, contiguous, and the bytes of q and p, in plain torch.
+
+    Args:
+        a: ``[R, L]`` in fp32 or 16 bits, of any strides.
+        u: Of the same shape, and of any of these types.
+        function: What is computed.
+        stored: What is kept, and how.
+        dtype: Of ``z``.
+    """
+    p, q = factors(a, u, function)
+    wanted = torch.cat([factor for factor, needed in ((q, stored.for_a), (p, stored.for_u)) if needed])
+    return (p * u.float()).to(dtype).contiguous(), pack_all(wanted, stored.block_size, stored.bits)
+
+
+def gate_grad(
+    grad: Tensor, values: Tensor, stored: StoredFactors, layout: int, of_a: torch.dtype, of_u: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of ``a`` and ``u``, ``None`` if nothing was kept for it, in plain torch.
+
+    Args:
+        grad: ``g [R, L]``.
+        values: The bytes of q and p.
+        stored: What was kept, and how.
+        layout: ``SEPARATE``, or which half of one gradient ``[R, 2 L]`` is the gate's: that is returned first then.
+        of_a: Type of the gradient of ``a``, and of the joint one.
+        of_u: Type of the gradient of ``u``.
+    """
+    rows, length = grad.shape
+    count, wide = stored.for_a + stored.for_u, grad.float()
+    read = unpack_all(values, count * rows, length, stored.block_size, stored.bits, torch.float32)
+    grad_a = (read[:rows] * wide).to(of_a) if stored.for_a else None
+    grad_u = (read[(count - 1) * rows :] * wide).to(of_u) if stored.for_u else None
+    if layout == SEPARATE or grad_a is None or grad_u is None:
+        return grad_a, grad_u
+    return torch.cat([grad_a, grad_u] if layout == GATE_FIRST else [grad_u, grad_a], 1), None
+
+
 def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, Tensor]:
     """Return p and q in fp32."""
     known, wide = ACTIVATIONS[function.function], a.float()
@@ -212,8 +283,7 @@ def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, T
     return known.forward(wide, *function.parameters), u.float() * derivative
 
 
-def _side_by_side(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+# === Launches =========================================================================================================
 
 
 def _forward_launch(
@@ -249,50 +319,7 @@ _forward_launches = LaunchCache(_forward_launch)
 _backward_launches = LaunchCache(_backward_launch)
 
 
-class GatedFunction(torch.autograd.Function):
-    """A gated product that keeps its factors quantized."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        u: Tensor | None,
-        place: Place,
-        function: StoredDerivative,
-        block_size: int,
-        dtype: torch.dtype,
-        eager: bool,
-    ) -> Tensor:
-        """Compute the exact product; without ``u``, of the halves of ``a``."""
-        rows_a, rows_u, shape = _rows(a, u, place)
-        block = max(1, min(block_size, rows_a.shape[1]))
-        stored = StoredFactors(function.bits, block, place.for_a, place.for_u)
-        _check_blocks(a, rows_a.shape, stored)
-        if eager and (u is None or in_plain_eager_mode(u)):
-            z, values = gate_eagerly(rows_a, rows_u, function, stored, dtype)
-        else:
-            z, values = gate(rows_a, rows_u, function, stored, dtype)
-        ctx.stored, ctx.layout, ctx.rows = stored, place.layout, rows_a.shape
-        ctx.shapes = a.shape, None if u is None else u.shape
-        ctx.dtypes = a.dtype, rows_u.dtype
-        ctx.save_for_backward(values)
-        return no_view(z.view(shape))
-
-    @staticmethod
-    @once_differentiable("a gated product whose factors are kept quantized")
-    def backward(ctx: Any, eager: bool, grad_z: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of ``a`` and ``u``."""
-        (values,) = ctx.saved_tensors
-        of_rows = gate_grad_eagerly if eager else gate_grad
-        grad_a, grad_u = of_rows(grad_z.reshape(ctx.rows), values, ctx.stored, ctx.layout, *ctx.dtypes)
-        shape, shape_u = ctx.shapes
-        return (
-            None if grad_a is None else grad_a.view(shape),
-            None if grad_u is None else grad_u.view(shape_u),
-        )
-
-
-_apply = applied(GatedFunction)
+# === Functional form ==================================================================================================
 
 
 def gated(
@@ -358,8 +385,8 @@ def gated_product(
     place = Place(SEPARATE, a.dim() - 1, a.requires_grad, u.requires_grad)
     order = _permuted(a) if a.stride() == u.stride() else None
     if order is None:
-        return cast(Tensor, _apply(a, u, place, function, block_size, dtype))
-    z: Tensor = _apply(a.permute(order), u.permute(order), place, function, block_size, dtype)
+        return cast(Tensor, _gated(a, u, place, function, block_size, dtype))
+    z: Tensor = _gated(a.permute(order), u.permute(order), place, function, block_size, dtype)
     return z.permute(inverse_order(order))
 
 
@@ -377,9 +404,9 @@ def gated_halves(
     dim, layout = dim % x.dim(), GATE_FIRST if gate_first else GATE_LAST
     order = _permuted(x)
     if order is None:
-        return cast(Tensor, _apply(x, None, Place(layout, dim, True, True), function, block_size, dtype))
+        return cast(Tensor, _gated(x, None, Place(layout, dim, True, True), function, block_size, dtype))
     place = Place(layout, order.index(dim), True, True)
-    z: Tensor = _apply(x.permute(order), None, place, function, block_size, dtype)
+    z: Tensor = _gated(x.permute(order), None, place, function, block_size, dtype)
     return z.permute(inverse_order(order))
 
 
@@ -392,27 +419,7 @@ def _permuted(x: Tensor) -> list[int] | None:
     return None if order == list(range(x.dim())) else order
 
 
-def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, list[int]]:
-    """Return gate and factor as rows, and the shape of their product; of contiguous tensors without a copy."""
-    if u is not None:
-        rows, length = math.prod(a.shape[:-1]), a.shape[-1]
-        return a.reshape(rows, length), u.reshape(rows, length), list(a.shape)
-    dim = place.dim
-    shape = [*a.shape[:dim], a.shape[dim] // 2, *a.shape[dim + 1 :]]
-    length = math.prod(shape[dim:])
-    joint = a.reshape(math.prod(shape[:dim]), 2 * length)
-    first, second = joint[:, :length], joint[:, length:]
-    return (first, second, shape) if place.layout == GATE_FIRST else (second, first, shape)
-
-
-def _check_blocks(a: Tensor, rows: torch.Size, stored: StoredFactors) -> None:
-    """Raise if blocks cannot be numbered."""
-    blocks = 2 * rows[0] * ceil_div(rows[1], stored.block_size)
-    if blocks > MAX_KEPT_BLOCKS:
-        raise ValueError(
-            f"A gated product of {tuple(a.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be "
-            f"numbered. HINT: take a larger `block_size` than {stored.block_size}."
-        )
+# === Module classes ===================================================================================================
 
 
 class CompressedGated(CompressedLayer):
@@ -576,13 +583,6 @@ class CompressedTimmSwiGLU(CompressedTimmMLP):
         return self.product(self.fc1_g(x), self.fc1_x(x))
 
 
-def _known(function: nn.Module | None) -> bool:
-    """Return whether the forward of an activation module is that of its class, and known."""
-    if not isinstance(function, nn.Module) or "forward" in function.__dict__:
-        return False
-    return activation_class(type(function)) is not None
-
-
 class CompressedGLU(CompressedGated, nn.GLU):
     """``nn.GLU``: the first half times the sigmoid of the second."""
 
@@ -596,6 +596,15 @@ class CompressedGLU(CompressedGated, nn.GLU):
         function = StoredDerivative("sigmoid", (), self.bits)
         return gated_halves(input, function, self.block_size, self.dim, gate_first=False)
 
+
+def _known(function: nn.Module | None) -> bool:
+    """Return whether the forward of an activation module is that of its class, and known."""
+    if not isinstance(function, nn.Module) or "forward" in function.__dict__:
+        return False
+    return activation_class(type(function)) is not None
+
+
+# === Classes covered ==================================================================================================
 
 CLASSES: dict[type[nn.Module], type[CompressedGated]] = {nn.GLU: CompressedGLU}
 """Of each class of torch, what it becomes."""

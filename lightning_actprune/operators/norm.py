@@ -65,14 +65,18 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.pack_cache import remember_output
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import autocast_computes_in_fp32
 from lightning_actprune.config import Operator
-from lightning_actprune.operators import reuse
 from lightning_actprune.operators.base import CompressedLayer, Traced, hooked
+from lightning_actprune.operators.weight_grad import flat_parameter
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.norm import NormGradLaunch, NormLaunch
+
+
+# === What is computed, and what backward has to know ==================================================================
 
 
 class NormSetting(NamedTuple):
@@ -124,6 +128,9 @@ class NormLayout(NamedTuple):
     parameters: tuple[Parameter | None, Parameter | None]
 
 
+# === Autograd =========================================================================================================
+
+
 class NormFunction(torch.autograd.Function):
     """Normalisation or scaling over the last dimensions that keeps its input quantized."""
 
@@ -140,8 +147,9 @@ class NormFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
+        # x and residual [..., *shape], read as rows [R, L]; weight and bias of L values
         eager = eager and (residual is None or in_plain_eager_mode(residual))
-        bound = _bound(x, weight, bias, residual, shape, setting, dtype) if eager else None
+        bound = _find_launch(x, weight, bias, residual, shape, setting, dtype) if eager else None
         ctx.launched, ctx.residual = bound is not None, None if residual is None else residual.dtype
         if bound is None:
             y, values, rstd, ctx.layout = _normalized(x, weight, bias, residual, shape, setting, dtype)
@@ -153,58 +161,100 @@ class NormFunction(torch.autograd.Function):
         if residual is not None:
             return y
         if not x.is_contiguous():
-            y = _placed(y, x, setting, dtype, eager)
+            y = _laid_out(y, x, setting, eager)
         if eager and len(shape) == 1:
-            reuse.remember(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
+            remember_output(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
         return y
 
     @staticmethod
     @once_differentiable("a normalisation or affine layer that keeps its input quantized")
-    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight, bias and residual."""
         needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        if needs_x or needs_weight or needs_bias:
-            grads = _gradients(ctx, grad_y, needs_weight, needs_bias, eager)
-        return *grads, as_dtype(grad_y, ctx.residual) if needs_residual else None
+        grad_residual = as_dtype(grad_output, ctx.residual) if needs_residual else None
+        if not (needs_x or needs_weight or needs_bias):
+            return None, None, None, grad_residual
+        layout: NormLayout = ctx.layout
+        values, rstd, weight = ctx.saved_tensors  # the bytes of x~, [R], [L]
+        of_weight, of_bias = layout.parameters
+        wanted = of_weight if needs_weight else None, of_bias if needs_bias else None
+        if eager and ctx.launched and may_launch(grad_output):
+            of_grad = grad_output.stride(), grad_output.dtype, wanted, grad_output.device
+            starts = is_aligned(grad_output), is_aligned(values), rstd is None or is_aligned(rstd)
+            launch = _grad_launches[(layout, *of_grad, (*starts, weight is None or is_aligned(weight)))]
+            with on_device_of(grad_output):
+                return *launch(grad_output, values, rstd, weight), grad_residual
+        rows = grad_output.reshape(layout.rows)  # [R, L]
+        sums = wanted[0] is not None, wanted[1] is not None
+        arguments = values, rstd, flat_parameter(weight), layout.setting, layout.dtype, sums
+        grad_x, *totals = normalize_grad(rows, *arguments)
+        grad_weight, grad_bias = map(_of_parameter, totals, wanted)
+        return grad_x.view(layout.shape), grad_weight, grad_bias, grad_residual
 
 
 _norm = applied(NormFunction)
 
 
-def norm(
+def _laid_out(y: Tensor, x: Tensor, setting: NormSetting, eager: bool) -> Tensor:
+    """Return the output as the dense layer's lies in memory, of an ``x`` that is not in order."""
+    if setting.keeps_layout:
+        return laid_out_as(x, y)
+    if setting.normed and not setting.centred and (eager or x.device.type == "cpu"):
+        return y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
+    return y
+
+
+def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``y`` as an element-wise operation of torch lays out its output of ``x``."""
+    laid_out = torch.empty_like(x, dtype=y.dtype)
+    return y if laid_out.stride() == y.stride() else laid_out.copy_(y)
+
+
+def dense_format(x: Tensor, of_batch: bool = False) -> torch.memory_format:
+    """Return how outputs of torch's norms lie that do not lie as ``x``: with the channels of images last if its are.
+
+    ``x`` may have gaps. Where a dimension of size 1 leaves open whether they are, its stride decides, but not in batch
+    normalisation on the CPU (``of_batch``).
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous():
+        return torch.contiguous_format
+    if of_batch and x.is_contiguous(memory_format=last):
+        return last
+    least = 1
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        if x.stride(dim) < least or (dim == 0 and least == x.stride(1)):
+            return torch.contiguous_format
+        least = x.stride(dim) * x.shape[dim]
+    return last
+
+
+def _of_parameter(total: Tensor | None, parameter: Parameter | None) -> Tensor | None:
+    """Return the gradient ``[L]`` of a parameter as that has it."""
+    return None if total is None or parameter is None else as_dtype(total, parameter[1]).view(parameter[0])
+
+
+# === Reference in plain torch =========================================================================================
+
+
+def _normalized(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     shape: tuple[int, ...],
     setting: NormSetting,
     dtype: torch.dtype,
-) -> Tensor:
-    """Return ``x`` normalised over its last dimensions, of ``shape``, in ``dtype``."""
-    y: Tensor = _norm(x, weight, bias, None, shape, setting, dtype)
-    return y
-
-
-def scaled(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, block_size: int, bits: int
-) -> Tensor:
-    """Return ``x * weight + bias + residual`` in the common type of all.
-
-    Args:
-        x: ``[..., L]``.
-        weight: A value a feature, of any shape.
-        bias: Of the shape of ``weight``, or ``None``.
-        residual: Of the shape of ``x``, or ``None``.
-        block_size: Values per block.
-        bits: Bits of a stored value.
-    """
-    dtype = x.dtype
-    for given in (weight, bias, residual):
-        if given is not None:
-            dtype = torch.promote_types(dtype, given.dtype)
-    setting = NormSetting(False, False, 0.0, block_size, bits, normed=False, keeps_layout=True)
-    y: Tensor = _norm(x, weight, bias, residual, (weight.numel(),), setting, dtype)
-    return y
+) -> tuple[Tensor, Tensor, Tensor | None, NormLayout]:
+    """Return output, values, ``rstd``, and what backward has to know besides, in plain torch."""
+    length, number = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
+    setting = setting.cut_to(length)
+    check_storable(x, setting.bits, ceil_div(number * length, setting.block_size), setting.block_size)
+    rows, added = x.reshape(number, length), None if residual is None else residual.reshape(number, length)
+    y, values, rstd = normalize(rows, flat_parameter(weight), flat_parameter(bias), added, setting, dtype)
+    of_weight, of_bias = (None if p is None else (p.shape, p.dtype) for p in (weight, bias))
+    layout = NormLayout(setting, x.shape, (number, length), x.dtype, (of_weight, of_bias))
+    return no_view(y.contiguous().view(x.shape)), values, rstd, layout
 
 
 def normalize(
@@ -244,7 +294,7 @@ def normalize(
 
 
 def normalize_grad(
-    grad_y: Tensor,
+    grad_output: Tensor,
     values: Tensor,
     rstd: Tensor | None,
     weight: Tensor | None,
@@ -255,7 +305,7 @@ def normalize_grad(
     """Return the gradients of ``normalize``: of the input in ``dtype``, of weight and bias in fp32.
 
     Args:
-        grad_y: ``[R, L]``.
+        grad_output: ``[R, L]``.
         values: The bytes of all blocks.
         rstd: ``[R]``, fp32, or ``None``.
         weight: ``[L]`` or ``None``.
@@ -263,8 +313,8 @@ def normalize_grad(
         dtype: Type of the input gradient.
         wanted: Whether the gradients of weight and bias are; ``None`` is returned for one that is not.
     """
-    x = unpack_all(values, grad_y.shape[0], grad_y.shape[1], setting.block_size, setting.bits, torch.float32)
-    grad = grad_y.float()
+    x = unpack_all(values, grad_output.shape[0], grad_output.shape[1], setting.block_size, setting.bits, torch.float32)
+    grad = grad_output.float()
     of_weight, of_bias = (grad * x).sum(0) if wanted[0] else None, grad.sum(0) if wanted[1] else None
     if weight is not None:
         grad = grad * weight.float()
@@ -276,74 +326,7 @@ def normalize_grad(
     return (grad_x * rstd[:, None]).to(dtype), of_weight, of_bias
 
 
-def _normalized(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    shape: tuple[int, ...],
-    setting: NormSetting,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | None, NormLayout]:
-    """Return output, values, ``rstd``, and what backward has to know besides, in plain torch."""
-    length, number = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
-    setting = setting.cut_to(length)
-    check_stored(x, ceil_div(number * length, setting.block_size), setting.block_size, setting.bits)
-    rows, added = x.reshape(number, length), None if residual is None else residual.reshape(number, length)
-    y, values, rstd = normalize(rows, _flat(weight), _flat(bias), added, setting, dtype)
-    of_weight, of_bias = (None if p is None else (p.shape, p.dtype) for p in (weight, bias))
-    layout = NormLayout(setting, x.shape, (number, length), x.dtype, (of_weight, of_bias))
-    return no_view(y.contiguous().view(x.shape)), values, rstd, layout
-
-
-def _gradients(
-    ctx: Any, grad_y: Tensor, needs_weight: bool, needs_bias: bool, eager: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of the input and, as far as they are needed, of weight and bias."""
-    layout: NormLayout = ctx.layout
-    values, rstd, weight = ctx.saved_tensors
-    of_weight, of_bias = layout.parameters
-    wanted = of_weight if needs_weight else None, of_bias if needs_bias else None
-    if eager and ctx.launched and may_launch(grad_y):
-        of_grad = grad_y.stride(), grad_y.dtype, wanted, grad_y.device
-        starts = is_aligned(grad_y), is_aligned(values), rstd is None or is_aligned(rstd)
-        launch = _grad_launches[(layout, *of_grad, (*starts, weight is None or is_aligned(weight)))]
-        with on_device_of(grad_y):
-            return launch(grad_y, values, rstd, weight)
-    rows = grad_y.reshape(layout.rows)
-    sums = wanted[0] is not None, wanted[1] is not None
-    arguments = values, rstd, _flat(weight), layout.setting, layout.dtype, sums
-    grad_x, along, total = normalize_grad(rows, *arguments)
-    return grad_x.view(layout.shape), _of_parameter(along, wanted[0]), _of_parameter(total, wanted[1])
-
-
-def _placed(y: Tensor, x: Tensor, setting: NormSetting, dtype: torch.dtype, eager: bool) -> Tensor:
-    """Return the output as the dense layer's lies in memory, of an ``x`` that is not in order."""
-    if setting.keeps_layout:
-        laid_out = torch.empty_like(x, dtype=dtype)
-        return y if laid_out.stride() == y.stride() else laid_out.copy_(y)
-    if setting.normed and not setting.centred and (eager or x.device.type == "cpu"):
-        return y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
-    return y
-
-
-def dense_format(x: Tensor, of_batch: bool = False) -> torch.memory_format:
-    """Return how outputs of torch's norms lie that do not lie as ``x``: with the channels of images last if its are.
-
-    ``x`` may have gaps. Where a dimension of size 1 leaves open whether they are, its stride decides, but not in batch
-    normalisation on the CPU (``of_batch``).
-    """
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is None or x.is_contiguous():
-        return torch.contiguous_format
-    if of_batch and x.is_contiguous(memory_format=last):
-        return last
-    least = 1
-    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
-        if x.stride(dim) < least or (dim == 0 and least == x.stride(1)):
-            return torch.contiguous_format
-        least = x.stride(dim) * x.shape[dim]
-    return last
+# === Launches =========================================================================================================
 
 
 def may_launch(x: Tensor) -> bool:
@@ -355,7 +338,7 @@ def may_launch(x: Tensor) -> bool:
     return x.is_cuda if forced is None else forced == "triton"
 
 
-def _bound(
+def _find_launch(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -406,7 +389,7 @@ def _norm_launch(
     rows, setting = (math.prod(shape[: len(shape) - len(row_shape)]), length), setting.cut_to(length)
     blocks, columns = ceil_div(rows[0] * length, setting.block_size), ceil_div(length, setting.block_size)
     parameters = weight, bias
-    contiguous = all(given is None or given[1] == _contiguous_strides(given[0]) for given in parameters)
+    contiguous = all(p is None or p[1] == torch.empty(p[0], device="meta").stride() for p in parameters)
     if 0 in rows or dtype == torch.float64 or blocks > MAX_KEPT_BLOCKS or not contiguous:
         return None
     if choose_backend(rows, dtype, device, setting.block_size, columns) == "reference":
@@ -454,17 +437,42 @@ def _row_stride(shape: tuple[int, ...], rows: tuple[int, int], strides: tuple[in
     return flat.stride(0) if shares and flat.stride(1) == 1 else None
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+# === Functional form ==================================================================================================
 
 
-def _of_parameter(total: Tensor | None, parameter: Parameter | None) -> Tensor | None:
-    """Return the gradient ``[L]`` of a parameter as that has it."""
-    return None if total is None or parameter is None else as_dtype(total, parameter[1]).view(parameter[0])
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    setting: NormSetting,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``x`` normalised over its last dimensions, of ``shape``, in ``dtype``."""
+    y: Tensor = _norm(x, weight, bias, None, shape, setting, dtype)
+    return y
 
 
-def _flat(parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
+def scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, block_size: int, bits: int
+) -> Tensor:
+    """Return ``x * weight + bias + residual`` in the common type of all.
+
+    Args:
+        x: ``[..., L]``.
+        weight: A value a feature, of any shape.
+        bias: Of the shape of ``weight``, or ``None``.
+        residual: Of the shape of ``x``, or ``None``.
+        block_size: Values per block.
+        bits: Bits of a stored value.
+    """
+    dtype = x.dtype
+    for given in (weight, bias, residual):
+        if given is not None:
+            dtype = torch.promote_types(dtype, given.dtype)
+    setting = NormSetting(False, False, 0.0, block_size, bits, normed=False, keeps_layout=True)
+    y: Tensor = _norm(x, weight, bias, residual, (weight.numel(),), setting, dtype)
+    return y
 
 
 def output_dtype(x: Tensor, operator: str) -> torch.dtype:
@@ -478,18 +486,7 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     return torch.float32 if autocast_computes_in_fp32(operator, x.device.type) else dtype
 
 
-def check_stored(x: Tensor, blocks: int, block_size: int, bits: int) -> None:
-    """Raise if values cannot be stored."""
-    if x.dtype == torch.float64:
-        raise TypeError(
-            f"float64 values cannot be stored in {bits} bits, whose scales have 4 bits of precision. HINT: keep the "
-            "layer dense (`rules={name: None}`), or train in float32 or 16 bits."
-        )
-    if blocks > MAX_KEPT_BLOCKS:
-        raise ValueError(
-            f"An input of {tuple(x.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be numbered. "
-            f"HINT: take a larger `block_size` than {block_size}."
-        )
+# === Module classes ===================================================================================================
 
 
 class CompressedNorm(CompressedLayer):
@@ -739,13 +736,14 @@ class CompressedTimmResBlock(CompressedScale):
         return self.scaled(branch, factors, None, x)
 
 
+# === Classes covered ==================================================================================================
+
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.LayerNorm: CompressedLayerNorm,
     nn.RMSNorm: CompressedRMSNorm,
     Affine: CompressedAffine,
 }
 """What layers of torch and of this package become."""
-
 FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("timm.layers.norm", "LayerNorm"): CompressedTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): CompressedTimmLayerNorm2d,

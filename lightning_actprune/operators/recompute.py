@@ -48,9 +48,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
-from lightning_actprune.codec.packed import pack
+from lightning_actprune.codec.pack_cache import PackedInput, find, key_of, remember
+from lightning_actprune.codec.packed import quantize
 from lightning_actprune.codec.private import (
     are_functorch_transforms_active,
     is_tracing,
@@ -59,7 +59,6 @@ from lightning_actprune.codec.private import (
     unseen_by_compilers,
     while_traced,
 )
-from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.compiled.recompute import run_once_if_written
 from lightning_actprune.config import Recompute
@@ -317,12 +316,12 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
         return None, x
     stored_format = _StoredFormat(x.dtype, tuple(x.shape), layout, keep.bits)
     key = key_of(x, "recompute", keep.bits, layout)
-    shared = None if key is None else find(x, key)
-    if shared is not None:
-        return stored_format, shared.packed[0]
-    values, _, _ = pack(as_read(x, layout), layout.block, ALL_BLOCKS, keep.bits)
+    packed = None if key is None else find(x, key)
+    if packed is not None:
+        return stored_format, packed.tensors[0]
+    values = quantize(as_read(x, layout), layout.block, keep.bits)
     if key is not None:
-        remember(x, key, Shared((values, values, values), layout.shape, False, layout.block))
+        remember(x, key, PackedInput((values,), layout.shape, False, layout.block, keep.bits))
     return stored_format, values
 
 

@@ -1,12 +1,7 @@
-"""A saved tensor of any layout in few bits: in which order its memory is read, and what a graph holds in its place.
+"""What a graph holds in place of a saved tensor: it, or its region of memory in few bits.
 
-Dimensions are sorted by stride and those that follow each other in memory joined, so that views of one region of
-memory, transposed or not, are read in one and the same order, that of their addresses. A tensor ``[B, H, N, d]`` that
-is cut out of a joint projection ``[B, N, 3, H, d]`` is ``B N`` rows of ``H d`` values so, and read where it lies. The
-kernels take ``[S, T, L]`` with values side by side in the last dimension, and blocks are cut from ``L``. A run of
-values that is a multiple of the block is read as rows of one block each: no block is cut short, and one compiled kernel
-does for all shapes. What has more than three dimensions even so, or no values side by side, is copied first. Unpacked
-values lie in the same order without gaps. For a tensor without gaps these are its own strides.
+A tensor of any layout is read in the order of its memory (``codec.layout``), so that views of one region share what is
+packed. Unpacked values lie in the same order without gaps. For a tensor without gaps these are its own strides.
 
 **Versions.** Autograd checks the version of what it saves itself, not of what hooks keep. ``Unchanged`` does so in its
 place: a tensor that is written to before backward is an error, as without hooks. ``QuantizedRegion`` has its values
@@ -23,11 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_actprune.codec.blocks import ALL_BLOCKS, MIN_ROW_BLOCKS, ceil_div
-from lightning_actprune.codec.dispatch import MAX_COLUMNS, in_plain_eager_mode
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack, unpack
+from lightning_actprune.codec.blocks import ceil_div
+from lightning_actprune.codec.dispatch import in_plain_eager_mode
+from lightning_actprune.codec.layout import Run, cut_rows, join_runs, memory_order
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, dequantize, quantize
 from lightning_actprune.codec.private import current_autograd_node
-from lightning_actprune.config import MIN_QUANTIZED_BLOCK
 from lightning_actprune.operators.readers import operator_name
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -59,54 +54,36 @@ class Layout(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], block_size: int) -> Layout | None:
     """Return how a tensor is read, ``None`` if it is empty or expanded, overlaps itself or has no sensible rows."""
-    sizes = sorted((strides[dim], size, dim) for dim, size in enumerate(shape) if size != 1)
-    reach, dense, dense_strides, joined = 1, 1, list(strides), list[tuple[int, int]]()
-    for stride, size, dim in sizes:
-        if size == 0 or stride < reach:
-            return None
-        if joined and stride == reach:
-            joined[-1] = joined[-1][0] * size, joined[-1][1]
-        else:
-            joined.append((size, stride))
-        dense_strides[dim] = dense
-        reach, dense = stride * size, dense * size
-    region = tuple(reversed(joined)) or ((1, 1),)
-    read, copied = _rows(region, block_size), False
-    if read is None:
-        read, copied = _rows(((dense, 1),), block_size), True
-    if read is None:
+    order = memory_order(strides)
+    runs = None if 0 in shape else join_runs(shape, strides, order)
+    if runs is None:
         return None
-    (samples, of_sample), (rows, of_row), (length, _) = read
+    region = tuple(_whole(run) for run in runs)
+    count = math.prod(shape)
+    rows, copied = cut_rows(runs, block_size), False
+    if rows is None:
+        runs, copied = [Run([count], 1)], True
+        rows = cut_rows(runs, block_size)
+    if rows is None:
+        return None
+    length, is_cut = rows
+    dims = [_whole(run) for run in runs]
+    dims[-1:] = [(dims[-1][0] // length, length)] if is_cut else []
+    (samples, of_sample), (of_rows, of_row) = [(1, count)] * (2 - len(dims)) + dims
     block = min(block_size, length)
-    if samples * rows * ceil_div(length, block) > MAX_KEPT_BLOCKS:
+    if samples * of_rows * ceil_div(length, block) > MAX_KEPT_BLOCKS:
         return None
-    view = (samples, rows, length), (of_sample, of_row, 1)
-    return Layout(region, copied, *view, block, tuple(dense_strides))
+    dense, dense_strides = 1, list(strides)
+    for dim in reversed(order):
+        if shape[dim] != 1:
+            dense_strides[dim] = dense
+            dense *= shape[dim]
+    return Layout(region, copied, (samples, of_rows, length), (of_sample, of_row, 1), block, tuple(dense_strides))
 
 
-def _rows(region: Dims, block_size: int) -> Dims | None:
-    """Return ``region`` as three dimensions, the last one of values side by side, ``None`` if it is not that simple."""
-    *outer, (run, stride) = region
-    if stride != 1 or run < MIN_QUANTIZED_BLOCK:
-        return None
-    for length in _lengths(run, block_size):
-        rows = [] if length == run else [(run // length, length)]
-        if len(outer) + len(rows) <= 2:
-            filled = *outer, *rows
-            missing = 2 - len(filled)
-            return (*([(1, math.prod(size for size, _ in region))] * missing), *filled, (length, 1))
-    return None
-
-
-def _lengths(run: int, block_size: int) -> list[int]:
-    """Return the lengths of rows that ``run`` values side by side may be cut to, the best first."""
-    longest = block_size * MAX_COLUMNS
-    if run % block_size == 0:
-        return [block_size, run] if run <= longest else [block_size]
-    if run < block_size:
-        return [run]
-    fewest, most = ceil_div(run, longest), run // (block_size * MIN_ROW_BLOCKS)
-    return next(([run // rows] for rows in range(fewest, most + 1) if run % rows == 0), [])
+def _whole(run: Run) -> tuple[int, int]:
+    """Return size and stride of a run whose sizes are numbers."""
+    return int(math.prod(run.sizes)), int(run.stride)
 
 
 class Unchanged:
@@ -161,9 +138,8 @@ def as_read(region: Tensor, layout: Layout) -> Tensor:
 def unpack_region(values: Tensor, layout: Layout, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the values of a quantized region in the order of their addresses."""
     samples, rows, length = layout.shape
-    none = values.new_empty((0, 0), dtype=torch.int32)
-    made = unpack if in_plain_eager_mode(values) else torch.ops.actprune.unpack
-    dense: Tensor = made(values, none, none, samples * rows, length, layout.block, bits, dtype)
+    read = dequantize if in_plain_eager_mode(values) else torch.ops.actprune.dequantize
+    dense: Tensor = read(values, samples * rows, length, layout.block, bits, dtype)
     return dense
 
 
@@ -180,7 +156,7 @@ class QuantizedRegion:
     __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer")
 
     def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
-        values, _, _ = pack(as_read(region, layout), layout.block, ALL_BLOCKS, bits)
+        values = quantize(as_read(region, layout), layout.block, bits)
         self._layout, self._dtype, self._bits = layout, region.dtype, bits
         self.nbytes, self.outer = values.nbytes, outer
         self._values: Any = values if outer is None else outer[0](values)

@@ -60,6 +60,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
+from lightning_actprune.codec.pack_cache import Retainers, StorageKey, place_of
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
     refusal,
@@ -68,7 +69,6 @@ from lightning_actprune.codec.private import (
     unseen_by_compilers,
 )
 from lightning_actprune.codec.saved_ops import OUTLIER, SAVED_OPS, Facts, Policy, Use, storage_for
-from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.hooks import (
@@ -101,7 +101,6 @@ from lightning_actprune.operators.regions import (
     layout_of,
 )
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
-from lightning_actprune.operators.retainers import Retainers, StorageKey
 from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Operations, Site, Waiting, is_own_result
 
 BITS_OF_SHAPE = min(BITS)

@@ -1,4 +1,4 @@
-"""The weight gradient of a packed input, by one of two methods, and the cost model that chooses.
+r"""The weight gradient of a packed input, by one of two methods, and the cost model that chooses.
 
 With ``g [R, OUT]`` and ``x_hat [R, IN]`` the packed input: ``dW = g^T x_hat``.
 
@@ -21,6 +21,21 @@ Fitted on an H200 (Triton 3.6, inputs not in the cache) by ``benchmarks/tune.py 
 case. The constants of both sides scale alike from GPU to GPU, so the choice carries over. The inputs were normal random
 numbers, whose columns keep about the same number of rows each; where columns differ, gathering takes up to twice as
 long, which a choice from shapes alone cannot know.
+
+**Behind a norm** or an affine layer, which keeps x~, its normalised input x^ quantized, a linear layer needs nothing of
+its own (``codec.pack_cache``). The output ``y = x^ w + b [R, L]`` is its input, so with ``g [R, OUT]``::
+
+    dW = g^T y = (g^T x~) w + (sum_r g) b        w along the rows of dW; b as an outer product
+
+Both terms are made in fp32 after the product, of the size of the weight. If the layer reads ``y [B, T, D]`` as
+``y.transpose(1, 2)``, so that tokens are its features, w and b run along what is summed, and scale x~ before the
+product instead, while it is turned. An affine layer keeps x~ of its input itself, and ``y = x w + b``.
+
+Errors n = x~ - x^ of mean zero give ``dW`` the error ``(g^T n) w``: as if ``y`` had been stored with errors n w. A
+block of ``y`` itself would have errors in proportion to its own largest value, though. Where w makes the largest values
+of x^ small, as it may of outlier features, n w is larger than that, by up to the ratio of the weights in a block. So
+only what is kept in more bits than the layer asks for will do. w and b are saved without a copy, which takes no memory,
+and autograd checks that backward finds them unmodified.
 """
 
 from __future__ import annotations
@@ -36,14 +51,15 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     Backend,
     LaunchCache,
+    as_dtype,
     choose_backend,
     forced_backend,
     has_fp32_product,
     is_aligned,
     on_device_of,
 )
-from lightning_actprune.codec.packed import LIBRARY, TAGS, unpack_batch
-from lightning_actprune.codec.sharing import Shared
+from lightning_actprune.codec.pack_cache import KeptOutput, OutputLayout, PackedInput
+from lightning_actprune.codec.packed import LIBRARY, TAGS, dequantize, no_positions, unpack, unpack_all, unpack_batch
 
 Method = Literal["gather", "unpack"]
 
@@ -243,12 +259,101 @@ def dense_weight_grad(grad_y: Tensor, dense: Tensor, dtype: torch.dtype) -> Tens
     return grad if grad.dtype == dtype else grad.to(dtype=dtype)
 
 
-def shared_weight_grad(grad_y: Tensor, shared: Shared, dtype: torch.dtype, bits: int, eager: bool) -> Tensor:
-    """Return the weight gradient of a packed input in ``dtype``, where it is not eager through the operator."""
-    packed, shape, transposed, block = shared
-    compute = weight_grad if eager else torch.ops.actprune.weight_grad
-    grad: Tensor = compute(grad_y, *packed, *shape, transposed, dtype, block, bits)
-    return grad
+def packed_weight_grad(grad_y: Tensor, packed: PackedInput, dtype: torch.dtype, eager: bool) -> Tensor:
+    """Return the weight gradient ``[OUT, IN]`` of a packed input in ``dtype``.
+
+    Args:
+        grad_y: ``[R, OUT]``.
+        packed: The input.
+        dtype: Type of the result.
+        eager: Whether the mode is plain eager; if not, an operator computes it, or, of a pack without positions, what a
+            compiler traces.
+    """
+    tensors, shape, transposed, block, bits = packed
+    if len(tensors) == 1:
+        dense = unpack_input(packed, grad_y.dtype, eager)
+        return dense_weight_grad(grad_y, as_input_rows(dense, shape, transposed), dtype)
+    compute: Callable[..., Tensor] = weight_grad if eager else torch.ops.actprune.weight_grad
+    return compute(grad_y, *tensors, *shape, transposed, dtype, block, bits)
+
+
+def unpack_input(packed: PackedInput, dtype: torch.dtype, eager: bool) -> Tensor:
+    """Return a packed input in ``dtype``, ``[batch * rows, length]`` as it is stored."""
+    tensors, (batch, rows, length), _, block, bits = packed
+    if len(tensors) == 1:
+        return unpack_all(tensors[0], batch * rows, length, block, bits, dtype)
+    read: Callable[..., Tensor] = unpack if eager else torch.ops.actprune.unpack
+    return read(*tensors, batch * rows, length, block, bits, dtype)
+
+
+def as_input_rows(stored: Tensor, shape: tuple[int, int, int], transposed: bool) -> Tensor:
+    """Return a stored input ``[batch * rows, length]`` of ``shape`` as ``[R, IN]``."""
+    if not transposed:
+        return stored
+    return stored.reshape(shape).transpose(0, 1).reshape(shape[1], -1).t()  # [IN, batch * length] read as its columns
+
+
+def weight_grad_behind_norm(
+    grad_y: Tensor, sums: Tensor | None, kept: KeptOutput, layout: OutputLayout, dtype: torch.dtype, eager: bool
+) -> Tensor:
+    """Return the weight gradient ``[OUT, IN]`` of an input that is the output of a norm, in ``dtype``.
+
+    Args:
+        grad_y: ``[R, OUT]``; rows in the order of the norm's output, or of its columns.
+        sums: Its sums over the rows, in fp32; needed if there is a bias, unless columns are read.
+        kept: What the norm keeps.
+        layout: How.
+        dtype: Type of the result.
+        eager: Whether the mode is plain eager.
+    """
+    values, weight, bias = kept[0], flat_parameter(kept[1]), flat_parameter(kept[2])
+    if layout.order == "columns":
+        dense = _scaled_columns(values, weight, bias, layout, grad_y.dtype, eager)
+        return dense_weight_grad(grad_y, dense.view(layout.shape[1], -1).t(), dtype)
+    if not eager:
+        batch, rows, length = layout.shape
+        dense = unpack_all(values, batch * rows, length, layout.block, layout.bits, grad_y.dtype)
+        grad = as_dtype(torch.mm(grad_y.t(), dense), torch.float32)
+        grad = grad if weight is None else grad * weight
+        return as_dtype(grad if bias is None or sums is None else grad + torch.outer(sums, bias.float()), dtype)
+    nowhere = no_positions(values.device)
+    packed = PackedInput((values, nowhere, nowhere), layout.shape, False, layout.block, layout.bits)
+    grad = packed_weight_grad(grad_y, packed, torch.float32, eager)
+    if weight is not None:
+        grad.mul_(weight)
+    if bias is not None:
+        assert sums is not None
+        grad.addr_(sums, as_dtype(bias, torch.float32))
+    return as_dtype(grad, dtype)
+
+
+def _scaled_columns(
+    values: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layout: OutputLayout,
+    dtype: torch.dtype,
+    eager: bool,
+) -> Tensor:
+    """Return the output of a norm, ``[rows, samples, length]`` in ``dtype``, contiguous: turned by what scales it."""
+    samples, rows, length = layout.shape
+    stored = samples * rows, length, layout.block, layout.bits, dtype
+    if not eager:  # a transform writes to no given memory
+        x = unpack_all(values, *stored).reshape(layout.shape).transpose(0, 1)
+        x = x if weight is None else x * weight
+        return (x if bias is None else x + bias).to(dtype).contiguous()
+    x = dequantize(values, *stored).view(layout.shape).transpose(0, 1)
+    turned = x.new_empty(x.shape)
+    if weight is None:
+        return turned.copy_(x) if bias is None else torch.add(x, bias, out=turned)
+    if bias is None:
+        return torch.mul(x, weight, out=turned)
+    return torch.addcmul(bias, x, weight, out=turned)
+
+
+def flat_parameter(parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter as ``[L]``."""
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
 
 
 LIBRARY.define(

@@ -234,8 +234,8 @@ def test_an_error_leaves_what_it_leaves_without_ours(whole, name: str, tmp_path:
 
 OURS = {
     "conversion": (sys.modules["lightning_actprune.convert"], "_convert_layer", torch.OutOfMemoryError, None),
-    "packing": (regions, "pack", torch.OutOfMemoryError, 2),
-    "unpacking": (regions, "unpack", KeyboardInterrupt, 1),
+    "packing": (regions, "quantize", torch.OutOfMemoryError, 2),
+    "unpacking": (regions, "dequantize", KeyboardInterrupt, 1),
     "opening": (recorder.SavedTensorRecorder, "_follow", torch.OutOfMemoryError, 1),
     "judging energy": (first_batch, "dropped_energy", torch.OutOfMemoryError, 0),
     "deciding": (first_batch.RetentionProbe, "apply", KeyboardInterrupt, 1),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec import sharing
+from lightning_actprune.codec import pack_cache
 from lightning_actprune.codec.dispatch import force_backend
 from tests.support import oracle
 from tests.support.compressed import compressed
@@ -42,11 +42,11 @@ def distinct(*outputs: Tensor) -> int:
 @pytest.fixture(autouse=True)
 def nothing_left():
     """After each test nothing is known of its inputs any more; others may have left some that are never freed."""
-    before = set(sharing._inputs)
+    before = set(pack_cache._entries)
     yield
-    if set(sharing._inputs) > before:  # collecting takes longer than most tests
+    if set(pack_cache._entries) > before:  # collecting takes longer than most tests
         gc.collect()
-    assert set(sharing._inputs) <= before
+    assert set(pack_cache._entries) <= before
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])

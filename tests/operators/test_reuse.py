@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.codec import packed
-from lightning_actprune.operators import reuse
+from lightning_actprune.codec import pack_cache, packed
 from lightning_actprune.operators.norm import Affine
 from tests.support import oracle
 from tests.support.compressed import compressed
@@ -85,11 +84,11 @@ def as_known(y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    before = set(reuse._outputs)
+    before = set(pack_cache._entries)
     yield
-    if set(reuse._outputs) > before:
+    if set(pack_cache._entries) > before:
         gc.collect()
-    assert set(reuse._outputs) <= before
+    assert set(pack_cache._entries) <= before
 
 
 CASES = [
