@@ -138,7 +138,7 @@ def check_share(value: Any, name: str) -> float:
 
 
 def check_bits(value: Any, name: str = "bits") -> int | None:
-    """Return ``value`` as an int if values can be quantized to so many bits, or ``None``, else raise an error."""
+    """Return ``value`` as an int if it is one of ``BITS``, or ``None``, else raise an error."""
     if value is None:
         return None
     if not _is_int(value) or value not in BITS:
@@ -148,7 +148,7 @@ def check_bits(value: Any, name: str = "bits") -> int | None:
 
 
 def check_block_size(value: Any, bits: int | None = None) -> int:
-    """Return ``value`` as an int if blocks can have so many values, with ``bits`` if these are quantized."""
+    """Return ``value`` as an int if it can be a block size, of quantized values with ``bits``, else raise an error."""
     if not _is_int(value) or value < 1:
         hint = "32 is a good start; 16, 64 and 128 are usual too. A block larger than a row is cut to the row."
         raise _wrong_argument("block_size", "a positive int", value, hint, is_type=not _is_int(value))
@@ -384,7 +384,7 @@ class Config:
         object.__setattr__(self, "_rules", check_rules(self.rules))
 
     def fitted(self, batch_norms: int, smooth_activations: int) -> Config:
-        """Return the settings for a model with so many layers of these two kinds (see the module)."""
+        """Return the settings for a model with these numbers of layers of two kinds (see the module)."""
         if batch_norms < MANY_LAYERS:
             return self
         fitted, base = copy(self), dict(self._base)
@@ -429,7 +429,7 @@ class Config:
             raise ValueError(f"`rules[{pattern!r}]` for {operator!r}: {error}") from error
 
     def recompute_of(self, fqns: Sequence[str], blocks: Container[str] = ()) -> Recompute | None:
-        """Return how a module with these names runs again in backward, ``None`` if it does not.
+        """Return the settings of a module with these names that runs again in backward, ``None`` if it does not.
 
         ``blocks`` are the names of modules that run again unless a rule says otherwise.
         """

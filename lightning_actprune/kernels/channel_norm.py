@@ -107,7 +107,7 @@ def channel_statistics_kernel(
 
 @triton.jit
 def _unit(u, channel, images, channels, LENGTH: tl.constexpr, PIXEL: tl.constexpr, VALUES: tl.constexpr):
-    """Return where the values ``[CHANNELS, VALUES]`` of unit ``u`` are, which exist, and how many a channel has.
+    """Return positions and existence of the values ``[CHANNELS, VALUES]`` of unit ``u``, and their number in a channel.
 
     ``PIXEL`` is the number of channels if they have one value each: the compiler knows it, and so how much to read at
     once.
@@ -183,7 +183,7 @@ def statistics_tile(channels: int, length: int) -> tuple[int, int]:
 
 
 def merge_tile(parts: int) -> tuple[int, int]:
-    """Return ``(PARTS, CHANNELS)`` of the kernel that merges so many parts."""
+    """Return ``(PARTS, CHANNELS)`` of the kernel that merges ``parts`` parts."""
     padded = int(triton.next_power_of_2(parts))
     return padded, min(max(1, MERGED_VALUES // padded), 16)
 
@@ -384,7 +384,7 @@ def load_bits(values_ptr, nnz, place, exist, B: tl.constexpr, BLOCK: tl.constexp
 
 
 def bits_start(blocks: int, row_bytes: int) -> int:
-    """Return the byte at which the bits of a ReLU start, behind the values of so many blocks."""
+    """Return the byte at which the bits of a ReLU start, behind the values of ``blocks`` blocks."""
     return ceil_div(blocks * row_bytes, 16) * 16
 
 
@@ -556,7 +556,7 @@ def channel_grad_kernel(
 
 
 def pixel_tile(channels: int, block_size: int) -> dict[str, int]:
-    """Return the compile-time sizes of ``pixel_sums_kernel`` for pixels of so many channels."""
+    """Return the compile-time sizes of ``pixel_sums_kernel`` for pixels of ``channels`` channels."""
     block, tile = whole_blocks(block_size)
     columns = math.lcm(channels, block_size) // block_size
     cols = min(least_waste(columns, MOST_COLS), tile)

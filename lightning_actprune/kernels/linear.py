@@ -479,10 +479,10 @@ class WeightGradLaunch:
 
 
 def weight_grad_launch(shape: Shape, dtype: torch.dtype, device: torch.device) -> WeightGradLaunch:
-    """Return what computes ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``.
+    """Return the launches that compute ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``.
 
-    It takes ``grad_y [R, OUT]``, with stride 1 along columns, and values, bitmap and offsets; quantized values stand
-    for numbers in the type of ``grad_y``. The compiled kernels that it keeps also depend on the dtypes of these four
+    They take ``grad_y [R, OUT]``, with stride 1 along columns, and values, bitmap and offsets; quantized values stand
+    for numbers in the type of ``grad_y``. The compiled kernels that they keep also depend on the dtypes of these four
     tensors and on which of them start at a multiple of 16 bytes.
     """
     limits = machine(device)

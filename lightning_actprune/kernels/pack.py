@@ -678,10 +678,10 @@ def pack_launch(
     bits: int = 0,
     selection: str = "largest",
 ) -> PackLaunch | QuantizeLaunch:
-    """Return what packs inputs ``[S, T, L]``, whose last stride is 1, or their copies in the dtype ``cast``.
+    """Return the launches that pack inputs ``[S, T, L]`` with a last stride of 1, or their copies in dtype ``cast``.
 
-    The compiled kernels that it keeps also depend on the dtype of the input and on whether that starts at a multiple of
-    16 bytes. Memory for the copy is new, so it always does.
+    The compiled kernels that they keep also depend on the dtype of the input and on whether that starts at a multiple
+    of 16 bytes. Memory for the copy is new, so it always does.
     """
     if keeps_all(keep):
         return QuantizeLaunch(shape, strides[:2], block_size, cast is not None, bits)

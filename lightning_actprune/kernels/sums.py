@@ -202,9 +202,9 @@ class AddSetsLaunch:
 def column_sums_launch(
     rows: int, outputs: int, stride: int, itemsize: int, dtype: torch.dtype, device: torch.device
 ) -> ColumnSumsLaunch:
-    """Return what adds up the rows of ``grad_y [rows, outputs]``, with stride 1 along columns, in ``dtype``.
+    """Return the launch that adds up the rows of ``grad_y [rows, outputs]``, with stride 1 along columns, in ``dtype``.
 
-    ``rows`` is positive. The compiled kernels that it keeps also depend on the dtype of ``grad_y`` and on whether that
+    ``rows`` is positive. The compiled kernel that it keeps also depends on the dtype of ``grad_y`` and on whether that
     starts at a multiple of 16 bytes.
     """
     return ColumnSumsLaunch(rows, outputs, stride, itemsize, dtype, device)

@@ -299,7 +299,7 @@ _NEEDS_GRADIENT = torch.zeros((), requires_grad=True)
 
 
 def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_StoredFormat | None, Tensor]:
-    """Return how argument ``number`` is stored, ``None`` for exactly, and the tensor that is stored of it."""
+    """Return the format in which argument ``number`` is stored, ``None`` for exactly, and the stored tensor."""
     is_supported = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
     if keep.bits is None or not is_supported or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
         return None, x
@@ -328,7 +328,7 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
 # === Blocks of a model ====================================================================================
 
 MIN_BLOCKS, MIN_SHARE = 6, 1 / 8
-"""Classes with so many blocks, and so large a share of all parameters, may be chosen together with others."""
+"""Least blocks of a class, and least share of all parameters in them, that let it be chosen together with others."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:

@@ -51,13 +51,13 @@ NOISE, NOISE_16 = 2**-13, 2**-6
 """Largest relative difference of two runs that the order of summation in kernels may cause, and the same if values in
 16 bits are saved."""
 FEW = 4
-"""Integer tensors of at most so many values are not compared: one may be the seed of attention without dropout, which
-is uninitialised memory."""
+"""Most values of an integer tensor that is not compared: it may be the seed of attention without dropout, which is
+uninitialised memory."""
 MASKED, MASKED_SHARE = 1e4, 1e-3
 """Absolute value from which on a value masks what it is added to, and the share of such values above which a tensor is
 a mask."""
 EVERY = 128
-"""One run in so many is inspected in full, beside the first, second, fourth, eighth, ... run."""
+"""Every run with a multiple of this number is inspected in full, beside the first, second, fourth, eighth, ... run."""
 _CURES = (
     "HINT: let the module run once, by a rule of `None` for it. If its inputs decide shapes or branches, "
     "`Recompute(bits=None)` keeps them exactly. A cache of keys and values has to be off (`use_cache=False`)."
@@ -79,7 +79,7 @@ class RunHistory:
         """Numbers of the inner modules whose buffers were written to before backward in some run."""
 
     def count_run(self, modules: int) -> bool:
-        """Count a run of a module with so many modules inside, and return True if it is to be inspected in full."""
+        """Count a run of a module with ``modules`` modules inside, and return True if it is to be inspected in full."""
         self.runs += 1
         is_changed, self.modules = modules != self.modules, modules
         return is_changed or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
