@@ -200,9 +200,9 @@ def test_the_surface_is_small():
 
 
 WALKS = {
-    "linear": (lambda: (nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU()), 2, (2, 16, 32), (3, 5)),
-    "gelu": (lambda: (nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), 1, (2, 16, 32), (3, 6)),
-    "batch norm": (lambda: (nn.Conv2d(4, 32, 3), nn.BatchNorm2d(32), nn.Sigmoid()), 1, (2, 4, 8, 8), (4, 7)),
+    "linear": (lambda: (nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()), 2, (2, 16, 64), (6, 9)),
+    "gelu": (lambda: (nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), 1, (2, 16, 64), (5, 8)),
+    "batch norm": (lambda: (nn.Conv2d(4, 64, 3), nn.BatchNorm2d(64), nn.Sigmoid()), 1, (2, 4, 8, 8), (5, 8)),
 }
 
 

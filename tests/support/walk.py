@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lightning_actprune
 from lightning_actprune import convert
 from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.operators.base import CompressedLayer
 
 PACKAGE = str(Path(lightning_actprune.__file__).parent)
 
@@ -49,6 +50,7 @@ def walk(*layers: nn.Module, at: int, x: Tensor) -> tuple[int, int]:
     block = WatchedBlock(*layers, at=at)
     model = nn.Sequential(block).train()
     convert(model, "max")
+    assert isinstance(block[at], CompressedLayer)
     with force_backend("triton"):
         for _ in range(3):
             model(x.clone().requires_grad_()).square().sum().backward()
