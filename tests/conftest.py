@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from lightning_actprune.codec import pack_cache
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.compiled import decision_log
 
@@ -77,6 +78,16 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """After a test nothing is known of its inputs any more; others may have left some that are never freed."""
+    before = set(pack_cache._entries)
+    yield
+    if set(pack_cache._entries) > before:  # collecting takes longer than most tests
+        gc.collect()
+    assert set(pack_cache._entries) <= before
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -97,12 +97,8 @@ def fp32(x: float) -> float:
     return rounded
 
 
-def _needs(bits: int) -> tuple[float, float]:
-    least = STEPS / (2**bits - 1) * (1 + 2.0**-20)
-    return fp32(least / (STEPS - 1)), fp32(least / (2 * STEPS - 1))
-
-
-NEEDS = {bits: _needs(bits) for bits in range(1, 9)}
+_LEAST = {bits: STEPS / (2**bits - 1) * (1 + 2.0**-20) for bits in range(1, 9)}
+NEEDS = {bits: (fp32(least / (STEPS - 1)), fp32(least / (2 * STEPS - 1))) for bits, least in _LEAST.items()}
 """By the bits of a code: the least scale per spread of a block, and per distance of its low from zero."""
 STEPS_OF = {bits: fp32(STEPS / (2**bits - 1)) for bits in range(1, 9)}
 """By the bits of a code: the steps of the base in a scale."""

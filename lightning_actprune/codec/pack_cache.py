@@ -38,6 +38,7 @@ from torch.cuda import is_current_stream_capturing
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.codec.blocks import Blocks
+from lightning_actprune.codec.packed import Packed
 from lightning_actprune.codec.private import fix_weakref, raw_stream, top_saved_tensors_hooks
 
 _Read = TypeVar("_Read")
@@ -47,26 +48,8 @@ _PACKAGE = __name__.partition(".")[0]
 # === Packed inputs ====================================================================================================
 
 
-class PackedInput(NamedTuple):
-    """An input as it is packed.
-
-    Args:
-        tensors: Values, bitmap and offsets; or the values alone, of which all blocks are stored.
-        shape: ``[batch, rows, length]`` as stored.
-        transposed: Whether the rows are the features.
-        block: Values per block, cut to a row.
-        bits: To how many bits they are quantized.
-    """
-
-    tensors: tuple[Tensor, ...]
-    shape: tuple[int, int, int]
-    transposed: bool
-    block: int
-    bits: int
-
-
 class _Pack(NamedTuple):
-    """A ``PackedInput`` with weak references to its tensors."""
+    """A ``Packed`` with weak references to its tensors."""
 
     tensors: tuple[weakref.ref[Tensor], ...]
     layout: tuple[tuple[int, int, int], bool, int, int]
@@ -95,9 +78,9 @@ _entries: dict[int, _Entry] = {}
 def get_or_pack(
     x: Tensor,
     settings: tuple[Any, ...],
-    pack: Callable[[], tuple[_Read, PackedInput]],
+    pack: Callable[[], tuple[_Read, Packed]],
     read: Callable[[], _Read],
-) -> tuple[_Read, PackedInput]:
+) -> tuple[_Read, Packed]:
     """Return what a layer reads of ``x`` in forward, and what is kept of it, packed if no other layer has packed it.
 
     Args:
@@ -125,7 +108,7 @@ def key_of(x: Tensor, *settings: Any) -> tuple[Any, ...] | None:
     return x._version, place_of(x), view, *settings
 
 
-def find(x: Tensor, key: tuple[Any, ...]) -> PackedInput | None:
+def find(x: Tensor, key: tuple[Any, ...]) -> Packed | None:
     """Return what was packed from ``x`` under ``key`` if all of it is still there."""
     entry = _entry_of(x)
     pack = None if entry is None else entry.packs.get(key)
@@ -137,10 +120,10 @@ def find(x: Tensor, key: tuple[Any, ...]) -> PackedInput | None:
         if tensor is None:
             return None
         tensors.append(tensor)
-    return PackedInput(tuple(tensors), *pack.layout)
+    return Packed(tuple(tensors), *pack.layout)
 
 
-def remember(x: Tensor, key: tuple[Any, ...], packed: PackedInput) -> None:
+def remember(x: Tensor, key: tuple[Any, ...], packed: Packed) -> None:
     """Let later consumers of ``x`` find ``packed`` for as long as both live."""
     entry = _entry_of(x)
     if entry is None:

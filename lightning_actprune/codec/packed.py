@@ -16,8 +16,8 @@ Where all blocks of a tensor are stored, quantized and without positions, a comp
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from lightning_actprune.codec.blocks import (
     ALL_BLOCKS,
     RUN_BLOCKS,
     WORD_BLOCKS,
-    BlockGeometry,
     ceil_div,
     keeps_all,
     split_blocks,
@@ -45,6 +44,38 @@ from lightning_actprune.codec.dispatch import (
 if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
     from lightning_actprune.kernels.pack import PackLaunch, QuantizeLaunch
+
+
+class Packed(NamedTuple):
+    """A packed tensor.
+
+    Args:
+        tensors: Values, bitmap and offsets as ``pack`` returns them; or the values alone, of which all blocks are
+            stored.
+        shape: ``[batch, rows, length]`` as stored.
+        transposed: Whether the rows are the features.
+        block: Values per block, cut to a row.
+        bits: To how many bits they are quantized, 0 for values in their own type.
+    """
+
+    tensors: tuple[Tensor, ...]
+    shape: tuple[int, int, int]
+    transposed: bool
+    block: int
+    bits: int
+
+    def unpack(self, dtype: torch.dtype, eager: bool = True) -> Tensor:
+        """Return the tensor as it is stored, ``[batch * rows, length]`` in ``dtype``, zero where a block was dropped.
+
+        ``eager``: kernels may run; if not, an operator does it, or plain torch where the values alone are stored.
+        """
+        batch, rows, length = self.shape
+        how = batch * rows, length, self.block, self.bits, dtype
+        if len(self.tensors) == 1:
+            return unpack_all(self.tensors[0], *how)
+        read: Callable[..., Tensor] = unpack if eager else torch.ops.actprune.unpack
+        return read(*self.tensors, *how)
+
 
 MAX_KEPT_BLOCKS = 2**31 - 1
 """Places in the values are int32."""
@@ -369,36 +400,3 @@ def _quantize_fake(x: Tensor, block_size: int, bits: int) -> Tensor:
 @torch.library.register_fake("actprune::dequantize", lib=LIBRARY)
 def _dequantize_fake(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
     return values.new_empty(rows, length, dtype=dtype)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The kept blocks of a tensor and their positions, as a value that can be inspected.
-
-    Args:
-        values: Kept blocks, ``[samples * keep, block_size]``, row by row; quantized, the bytes of each.
-        bitmap: One bit per block, int32 ``[samples, ceil(N / 32)]``; ``[samples, 0]`` of quantized blocks at a sparsity
-            of 0, where all are stored.
-        offsets: Start of each run of 128 blocks in ``values``, int32 ``[samples, ceil(N / 128)]`` or ``[samples, 0]``.
-        geometry: Shape of the packed tensor and of its blocks.
-        dtype: Type of the values that were packed.
-        bits: To how many bits they are quantized, 0 for values as they are.
-    """
-
-    values: Tensor
-    bitmap: Tensor
-    offsets: Tensor
-    geometry: BlockGeometry
-    dtype: torch.dtype
-    bits: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything stored."""
-        return self.values.nbytes + self.bitmap.nbytes + self.offsets.nbytes
-
-    def unpack(self) -> Tensor:
-        """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
-        g, stored = self.geometry, (self.values, self.bitmap, self.offsets)
-        dense: Tensor = torch.ops.actprune.unpack(*stored, g.total_rows, g.length, g.block_size, self.bits, self.dtype)
-        return dense.reshape(g.samples, g.rows, g.length)

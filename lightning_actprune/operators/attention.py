@@ -30,6 +30,8 @@ from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear, CompressedLinear, compressed_linear, compresses
 
+# === Projections in the place of weights ==============================================================================
+
 
 class Projection:
     """The weight of a projection, or some rows of it, in the place of that weight.
@@ -114,6 +116,8 @@ def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) 
             watcher.leave_projection(weight, y)
 
 
+# === Functional form: torch's attention with projections ==============================================================
+
 _CHECK = "_check_key_padding_mask"
 
 
@@ -186,6 +190,22 @@ def _tried(function: Callable[..., Any], inputs: tuple[int, ...], projected: boo
     return cast(Tensor, y)
 
 
+def _batch_second(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs ``[N, T, E]`` as ``[T, N, E]``; which of them are one tensor decides how they are projected."""
+    turned_key = key.transpose(0, 1)
+    turned_value = turned_key if value is key else value.transpose(0, 1)
+    return turned_key if query is key else query.transpose(0, 1), turned_key, turned_value
+
+
+def projection_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    """Return the weights of the in-projection: one, or one each for query, key and value."""
+    separate = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    return tuple(weight for weight in (attention.in_proj_weight, *separate) if weight is not None)
+
+
+# === Module classes ===================================================================================================
+
+
 class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` that lets compressed projections keep their inputs; made by ``convert``.
 
@@ -228,19 +248,16 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
             "average_attn_weights": average_attn_weights,
             "is_causal": is_causal,
         }
-        if not (all(map(may_compress, (query, key, value))) and self._keeps_inputs()):
-            return super().forward(query, key, value, **options)
-        if not (self.batch_first and query.dim() == 3):
-            return self._attend(query, key, value, options)
-        output, weights = self._attend(*_batch_second(query, key, value), options)
-        return output.transpose(0, 1), weights
-
-    def _keeps_inputs(self) -> bool:
-        """Return whether a projection that is a compressed layer keeps its input, packed or not."""
         weights = projection_weights(self) if self.projects else ()
         if isinstance(self.out_proj, CompressedLinear):
             weights = (*weights, self.out_proj.weight)
-        return any(weight.requires_grad for weight in weights)
+        is_kept = any(weight.requires_grad for weight in weights)
+        if not (is_kept and all(map(may_compress, (query, key, value)))):
+            return super().forward(query, key, value, **options)
+        if not (self.batch_first and query.dim() == 3):
+            return self._attend(query, key, value, options)
+        output, attention = self._attend(*_batch_second(query, key, value), options)
+        return output.transpose(0, 1), attention
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
@@ -298,18 +315,7 @@ class CompressedOutProjection(ActivationPrunedLinear, NonDynamicallyQuantizableL
     dense_class = NonDynamicallyQuantizableLinear
 
 
-def projection_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
-    """Return the weights of the in-projection: one, or one each for query, key and value."""
-    separate = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
-    return tuple(weight for weight in (attention.in_proj_weight, *separate) if weight is not None)
-
-
-def _batch_second(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs ``[N, T, E]`` as ``[T, N, E]``; which of them are one tensor decides how they are projected."""
-    turned_key = key.transpose(0, 1)
-    turned_value = turned_key if value is key else value.transpose(0, 1)
-    return turned_key if query is key else query.transpose(0, 1), turned_key, turned_value
-
+# === Classes covered ==================================================================================================
 
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.MultiheadAttention: CompressedMultiheadAttention,

@@ -387,18 +387,15 @@ def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
         return cls
     if "dense_class" in vars(cls):
         return cls.dense_class
-    found = _dense_classes.get(cls)
-    if found is None:
-        found = _dense_classes[cls] = _made_dense(cls)
-    return found
+    dense = _dense_classes.get(cls)
+    if dense is None:
+        bases = tuple(dense_class(base) for base in cls.__bases__)
+        namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        converted = next(base for base in cls.__mro__ if "dense_class" in vars(base))
+        dense = type(cls.__name__.replace(converted.__name__, cls.dense_class.__name__), bases, namespace)
+        _dense_classes[cls] = dense
+    return dense
 
 
 _dense_classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
 """The dense form of classes on top of a converted one: modules of one class stay so, which blocks are found by."""
-
-
-def _made_dense(cls: type[Converted]) -> type[nn.Module]:
-    bases = tuple(dense_class(base) for base in cls.__bases__)
-    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    converted = next(base for base in cls.__mro__ if "dense_class" in vars(base))
-    return type(cls.__name__.replace(converted.__name__, cls.dense_class.__name__), bases, namespace)

@@ -12,7 +12,7 @@ Backward unpacks ``x_hat`` for the time of torch's own ``convolution_backward``,
 vendor's library takes the same algorithms: of ``x_hat``, the input gradient takes its sizes alone. Convolutions that
 read one tensor, such as the first one of a residual block and that of its shortcut, save the same packed input.
 
-Blocks are cut from a sample as it lies in memory (``input_rows``): of ``channels_last`` inputs they are channels of a
+Blocks are cut from a sample as it lies in memory (``rows_of``): of ``channels_last`` inputs they are channels of a
 pixel, or of several if ``C`` is no multiple of the block, otherwise neighbouring pixels of a channel. So no copy is
 made, no block is cut short, and how many channels there are does not matter: three of an image will do.
 
@@ -52,12 +52,11 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
-from lightning_actprune.codec.pack_cache import PackedInput, get_or_pack
-from lightning_actprune.codec.packed import kept_blocks, pack, traced_pack
+from lightning_actprune.codec.pack_cache import get_or_pack
+from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import check_input, compresses, input_launches
-from lightning_actprune.operators.weight_grad import unpack_input
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -134,7 +133,7 @@ class ConvolutionFunction(torch.autograd.Function):
         if eager and ctx.launch is not None and ctx.launch.can_unpack(*tensors):
             x_hat = ctx.launch.unpacked(tensors)
         else:
-            x_hat = unpack_input(PackedInput(tuple(tensors), *ctx.layout), dtype, eager).as_strided(shape, strides)
+            x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
         stride, padding, dilation, groups = ctx.windows
         moves = stride, padding, dilation, False, (0,) * len(stride), groups
         grads = _convolution_backward(grad_output, x_hat, as_dtype(weight, dtype), ctx.bias_sizes, *moves, needed)
@@ -148,17 +147,17 @@ _convolution = applied(ConvolutionFunction)
 
 def _cast_and_pack(
     x: Tensor, launch: ConvolutionLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
-) -> tuple[Tensor, PackedInput]:
+) -> tuple[Tensor, Packed]:
     """Return ``x``, which has no gaps, as autocast casts it, and the packed input."""
     if launch is not None:
         x_read = launch.new() if launch.casts else _cast(x, autocast)
         with on_device_of(x):
             tensors = launch.pack(x, x_read) if launch.casts else launch.pack(x_read)
-        return x_read, PackedInput(tensors, *launch.layout)
+        return x_read, Packed(tensors, *launch.layout)
     x_read = _cast(x, autocast)
     stored, block, keep = _stored(x_read, parts, blocks)
     packed = (pack if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
-    return x_read, PackedInput(packed, stored_shape(stored, False), False, block, blocks.bits)
+    return x_read, Packed(packed, stored_shape(stored, False), False, block, blocks.bits)
 
 
 def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
@@ -186,18 +185,13 @@ def without_gaps(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def input_rows(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
-    """Return ``x [N, C, *spatial]`` as rows ``[N, T, L]`` from which blocks are cut, in the order of memory.
+def rows_of(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
+    """Return ``x [N, C, *spatial]`` without gaps as rows ``[N, T, L]`` from which blocks are cut, in memory's order.
 
     In a sample, rows are as long as a block where that divides it; all of it is one row otherwise, if kernels take so
     long a row. With scope ``"token"``, within a row of which blocks compete, they are the channels of a pixel, or the
     innermost dimension of a contiguous ``x``.
     """
-    return rows_of(without_gaps(x), block_size, scope)
-
-
-def rows_of(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
-    """Return the rows of ``x``, which has no gaps, see ``input_rows``."""
     memory = x if x.is_contiguous() else x.movedim(1, -1)
     values = math.prod(x.shape[1:])
     if scope != "token":
@@ -221,7 +215,7 @@ class ConvolutionLaunch(NamedTuple):
     """What forward and backward do with inputs of one layout, which have no gaps.
 
     Args:
-        layout: Shape, transposition, block and bits of ``PackedInput``.
+        layout: Shape, transposition, block and bits of ``Packed``.
         new: Returns memory laid out as what the convolution reads.
         casts: Whether ``pack`` writes what the convolution reads, cast from the input, to such memory.
         pack: Packs.
@@ -323,16 +317,11 @@ def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) 
 
 def windows_of(layer: Convolution) -> Windows:
     """Return which values of its input a convolution computes each output from."""
-    return Windows(layer.stride, _zeros(layer), layer.dilation, layer.groups)
-
-
-def _zeros(layer: Convolution) -> tuple[int, ...]:
-    """Return how many zeros are before and after the input, by dimension."""
-    if not isinstance(layer.padding, str):
-        return layer.padding
-    if layer.padding == "valid":
-        return (0,) * len(layer.kernel_size)
-    return tuple(d * (k - 1) // 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
+    padding = layer.padding
+    if isinstance(padding, str):
+        sizes = zip(layer.dilation, layer.kernel_size, strict=True)
+        padding = tuple(0 if padding == "valid" else d * (k - 1) // 2 for d, k in sizes)
+    return Windows(layer.stride, padding, layer.dilation, layer.groups)
 
 
 def padding_refusal(layer: Convolution) -> str | None:
@@ -388,7 +377,7 @@ class CompressedConvolution(CompressedLayer, nn.Module):
     def rows(self, x: Tensor) -> Tensor:
         """Return an input as the rows ``[samples, rows, length]`` from which its blocks are cut."""
         batch = x.unsqueeze(0) if x.dim() == self.weight.dim() - 1 else x
-        return input_rows(batch, self.keep.block_size, self.keep.scope)
+        return rows_of(without_gaps(batch), self.keep.block_size, self.keep.scope)
 
 
 class CompressedConv1d(CompressedConvolution, nn.Conv1d):

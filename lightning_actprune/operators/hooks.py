@@ -73,19 +73,15 @@ def _number(handle: RemovableHandle, hooks: dict[int, Any], *options: dict[int, 
     handle.id = number
 
 
-def _does_nothing(hook: Any) -> bool:
-    """Return whether a hook is a copied or an unpickled ``ForwardHook``."""
-    pickled = getattr(hook, "__func__", None) is nullcontext.__exit__
-    return pickled or (isinstance(hook, ForwardHook) and hook.idle)
-
-
 def drop_idle_hooks(module: nn.Module) -> None:
     """Take the hooks off a copied module that do nothing there."""
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = getattr(module, kind)
-        for key in [key for key, hook in hooks.items() if _does_nothing(hook)]:
-            for options in (hooks, getattr(module, f"{kind}_with_kwargs"), module._forward_hooks_always_called):
-                options.pop(key, None)
+        for key, hook in list(hooks.items()):
+            is_unpickled = getattr(hook, "__func__", None) is nullcontext.__exit__
+            if is_unpickled or (isinstance(hook, ForwardHook) and hook.idle):
+                for options in (hooks, getattr(module, f"{kind}_with_kwargs"), module._forward_hooks_always_called):
+                    options.pop(key, None)
 
 
 def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Module]:

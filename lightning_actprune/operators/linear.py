@@ -64,8 +64,8 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
-from lightning_actprune.codec.pack_cache import OutputLayout, PackedInput, find_output, get_or_pack
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, kept_blocks, traced_pack
+from lightning_actprune.codec.pack_cache import OutputLayout, find_output, get_or_pack
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, Packed, kept_blocks, traced_pack
 from lightning_actprune.codec.packed import pack as pack_blocks
 from lightning_actprune.config import Keep, Operator, Scope, Selection
 from lightning_actprune.operators.base import CompressedLayer, LayerState, refuse_dtensors
@@ -145,7 +145,7 @@ class LinearFunction(torch.autograd.Function):
                     sums = _column_sums(grad_rows, torch.float32, eager)
                 grad_weight = weight_grad_behind_norm(rows, sums, tuple(tensors), ctx.layout, weight_dtype, eager)
             else:
-                packed = PackedInput(tuple(tensors), *ctx.layout)
+                packed = Packed(tuple(tensors), *ctx.layout)
                 grad_weight = packed_weight_grad(rows, packed, weight_dtype, eager)
 
         # === Reduction: grad_bias [OUT] = sum of grad_output over the rows ===
@@ -160,7 +160,7 @@ _linear = applied(LinearFunction)
 
 def _cast_and_pack(
     x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks, backend: Backend | None, eager: bool
-) -> tuple[tuple[Tensor, Tensor], PackedInput]:
+) -> tuple[tuple[Tensor, Tensor], Packed]:
     """Return ``x`` as autocast casts it, the same as the product had better read it, and the packed input.
 
     ``backend`` is the one that is asked for; ``eager``: kernels may run.
@@ -171,17 +171,17 @@ def _cast_and_pack(
         launch = input_launches[key]
     if launch is not None and launch.new_cast is not None:
         x_read = launch.new_cast()
-        return (x_read, x_read), PackedInput(launch.pack(x, x_read), *launch.layout)
+        return (x_read, x_read), Packed(launch.pack(x, x_read), *launch.layout)
     x_read, _ = _cast(x, autocast, blocks)
     if launch is not None:
         x_rows = x_read.contiguous() if launch.copied else x_read
-        return (x_read, x_rows), PackedInput(launch.pack(x_rows), *launch.layout)
+        return (x_read, x_rows), Packed(launch.pack(x_rows), *launch.layout)
     stored, transposed = stored_view(x_read, blocks.block_size, blocks.scope)  # [samples, rows, length]
     block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
     tensors = (pack_blocks if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
     x_rows = x_read if transposed or blocks.scope == "sample_second" else stored
-    return (x_read, x_rows), PackedInput(tensors, stored_shape(x_read, transposed), transposed, block, blocks.bits)
+    return (x_read, x_rows), Packed(tensors, stored_shape(x_read, transposed), transposed, block, blocks.bits)
 
 
 def _cast(x: Tensor, autocast: torch.dtype | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -246,9 +246,8 @@ def _as_rows(grad_output: Tensor) -> Tensor:
         return grad_output
     if grad_output.dim() == 3 and grad_output.stride(1) == 1 and grad_output.stride(2) != 1:
         return grad_output.permute(2, 0, 1).reshape(grad_output.shape[2], -1).t()
-    return grad_output.reshape(
-        math.prod(grad_output.shape[:-1]), grad_output.shape[-1]
-    )  # of a shard without outputs, too
+    rows = math.prod(grad_output.shape[:-1])  # not -1, since a shard may have no outputs
+    return grad_output.reshape(rows, grad_output.shape[-1])
 
 
 def _column_sums(grad_rows: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
@@ -288,7 +287,7 @@ class InputLaunch(NamedTuple):
 
     Args:
         copied: Whether the kernels read a contiguous copy, which the product reads too if it needs one.
-        layout: Shape, transposition, block and bits of ``PackedInput``.
+        layout: Shape, transposition, block and bits of ``Packed``.
         pack: Packs the input or its copy, or, given memory for its cast too, writes and packs that.
         new_cast: Returns that memory, laid out as ``x.to(dtype)`` is; ``None`` if what is packed is there already.
     """

@@ -49,8 +49,8 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
-from lightning_actprune.codec.pack_cache import PackedInput, find, key_of, remember
-from lightning_actprune.codec.packed import quantize
+from lightning_actprune.codec.pack_cache import find, key_of, remember
+from lightning_actprune.codec.packed import Packed, quantize
 from lightning_actprune.codec.private import (
     are_functorch_transforms_active,
     is_tracing,
@@ -321,7 +321,7 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
         return stored_format, packed.tensors[0]
     values = quantize(as_read(x, layout), layout.block, keep.bits)
     if key is not None:
-        remember(x, key, PackedInput((values,), layout.shape, False, layout.block, keep.bits))
+        remember(x, key, Packed((values,), layout.shape, False, layout.block, keep.bits))
     return stored_format, values
 
 

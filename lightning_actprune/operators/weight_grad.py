@@ -58,8 +58,8 @@ from lightning_actprune.codec.dispatch import (
     is_aligned,
     on_device_of,
 )
-from lightning_actprune.codec.pack_cache import KeptOutput, OutputLayout, PackedInput
-from lightning_actprune.codec.packed import LIBRARY, TAGS, dequantize, no_positions, unpack, unpack_all, unpack_batch
+from lightning_actprune.codec.pack_cache import KeptOutput, OutputLayout
+from lightning_actprune.codec.packed import LIBRARY, TAGS, Packed, dequantize, no_positions, unpack_all, unpack_batch
 
 Method = Literal["gather", "unpack"]
 
@@ -259,7 +259,7 @@ def dense_weight_grad(grad_y: Tensor, dense: Tensor, dtype: torch.dtype) -> Tens
     return grad if grad.dtype == dtype else grad.to(dtype=dtype)
 
 
-def packed_weight_grad(grad_y: Tensor, packed: PackedInput, dtype: torch.dtype, eager: bool) -> Tensor:
+def packed_weight_grad(grad_y: Tensor, packed: Packed, dtype: torch.dtype, eager: bool) -> Tensor:
     """Return the weight gradient ``[OUT, IN]`` of a packed input in ``dtype``.
 
     Args:
@@ -271,19 +271,10 @@ def packed_weight_grad(grad_y: Tensor, packed: PackedInput, dtype: torch.dtype, 
     """
     tensors, shape, transposed, block, bits = packed
     if len(tensors) == 1:
-        dense = unpack_input(packed, grad_y.dtype, eager)
+        dense = packed.unpack(grad_y.dtype, eager)
         return dense_weight_grad(grad_y, as_input_rows(dense, shape, transposed), dtype)
     compute: Callable[..., Tensor] = weight_grad if eager else torch.ops.actprune.weight_grad
     return compute(grad_y, *tensors, *shape, transposed, dtype, block, bits)
-
-
-def unpack_input(packed: PackedInput, dtype: torch.dtype, eager: bool) -> Tensor:
-    """Return a packed input in ``dtype``, ``[batch * rows, length]`` as it is stored."""
-    tensors, (batch, rows, length), _, block, bits = packed
-    if len(tensors) == 1:
-        return unpack_all(tensors[0], batch * rows, length, block, bits, dtype)
-    read: Callable[..., Tensor] = unpack if eager else torch.ops.actprune.unpack
-    return read(*tensors, batch * rows, length, block, bits, dtype)
 
 
 def as_input_rows(stored: Tensor, shape: tuple[int, int, int], transposed: bool) -> Tensor:
@@ -317,7 +308,7 @@ def weight_grad_behind_norm(
         grad = grad if weight is None else grad * weight
         return as_dtype(grad if bias is None or sums is None else grad + torch.outer(sums, bias.float()), dtype)
     nowhere = no_positions(values.device)
-    packed = PackedInput((values, nowhere, nowhere), layout.shape, False, layout.block, layout.bits)
+    packed = Packed((values, nowhere, nowhere), layout.shape, False, layout.block, layout.bits)
     grad = packed_weight_grad(grad_y, packed, torch.float32, eager)
     if weight is not None:
         grad.mul_(weight)

@@ -23,7 +23,7 @@ from lightning_actprune.codec.packed import (
 )
 from tests.support import oracle
 from tests.support.marks import cover
-from tests.support.packing import DTYPES, packed
+from tests.support.packing import DTYPES, packed, unpacked
 
 each_selection = pytest.mark.parametrize("selection", SELECTIONS)
 each_random = pytest.mark.parametrize("selection", SELECTIONS[1:])
@@ -40,26 +40,25 @@ CASES = [
 ]
 
 
-def mask_of(p: Packed) -> torch.Tensor:
+def mask_of(p: Packed, g: blocks.BlockGeometry) -> torch.Tensor:
     """Return which blocks are kept, by sample."""
-    if p.bitmap.shape[1] == 0:
-        return torch.ones(p.geometry.samples, p.geometry.blocks_per_sample, dtype=torch.bool)
-    return blocks.unpack_bits(p.bitmap, p.geometry.blocks_per_sample).cpu()
+    every = torch.ones(g.samples, g.blocks_per_sample, dtype=torch.bool)
+    return blocks.unpack_bits(p.tensors[1], g.blocks_per_sample).cpu() if p.tensors[1].shape[1] else every
 
 
 @pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, itertools.cycle(DTYPES), strict=False)), ids=str)
 def test_mask_values_and_bytes_equal_the_oracle(device, dtype, case):
     shape, block_size, sparsity = case
     x = oracle.integers(*shape, dtype=dtype, device=device)
-    p = packed(x, block_size, sparsity)
+    p, g = packed(x, block_size, sparsity)
     samples = oracle.as_samples(x)
-    assert torch.equal(p.unpack(), oracle.pruned(samples, min(block_size, samples.shape[-1]), sparsity))
-    assert int(mask_of(p).sum()) == p.geometry.kept_blocks == p.values.shape[0]
-    assert p.nbytes == p.geometry.stored_bytes(x.element_size())
-    p, rows = packed(x, 5, 0.5, "token"), oracle.as_samples(x, "token")
-    if p.geometry.length == rows.shape[-1]:
-        assert mask_of(p).sum(1).tolist() == [p.geometry.keep] * len(rows)
-        assert torch.equal(p.unpack(), oracle.pruned(rows, min(5, rows.shape[-1]), 0.5))
+    assert torch.equal(unpacked(x, p), oracle.pruned(samples, min(block_size, samples.shape[-1]), sparsity))
+    assert int(mask_of(p, g).sum()) == g.kept_blocks == p.tensors[0].shape[0]
+    assert sum(t.nbytes for t in p.tensors) == g.stored_bytes(x.element_size())
+    (p, g), rows = packed(x, 5, 0.5, "token"), oracle.as_samples(x, "token")
+    if g.length == rows.shape[-1]:
+        assert mask_of(p, g).sum(1).tolist() == [g.keep] * len(rows)
+        assert torch.equal(unpacked(x, p), oracle.pruned(rows, min(5, rows.shape[-1]), 0.5))
 
 
 @pytest.mark.parametrize(
@@ -69,13 +68,13 @@ def test_mask_values_and_bytes_equal_the_oracle(device, dtype, case):
 )
 def test_bytes_of_quantized_blocks_are_those_announced(device, bits, sparsity, dtype):
     x = oracle.integers(3, 5, 40, dtype=dtype, device=device)
-    p = packed(x, 16, sparsity, bits=bits)
-    assert p.nbytes == p.geometry.stored_bytes(x.element_size(), bits)
-    assert p.bitmap.shape[1] == (0 if sparsity == 0 else 1)
-    mask = mask_of(p)
-    assert int(mask.sum()) == p.geometry.kept_blocks
+    p, g = packed(x, 16, sparsity, bits=bits)
+    assert sum(t.nbytes for t in p.tensors) == g.stored_bytes(x.element_size(), bits)
+    assert p.tensors[1].shape[1] == (0 if sparsity == 0 else 1)
+    mask = mask_of(p, g)
+    assert int(mask.sum()) == g.kept_blocks
     kept = mask.view(15, 3).repeat_interleave(16, 1)[:, :40].view(x.shape)
-    read = p.unpack().cpu()
+    read = unpacked(x, p).cpu()
     assert read.dtype == dtype
     assert not read[~kept].any()
     assert (read - x.cpu())[kept].abs().max() <= 8.5 / (2**bits - 1)
@@ -88,23 +87,23 @@ def test_what_cannot_be_stored_is_refused():
     with pytest.raises(ValueError, match="`block_size` than 1"):
         pack(torch.empty(1, 1, 1).expand(2**31, 1, 1), 1, 1)
     x = torch.randn(2, 5, 32, dtype=torch.float64)  # which is stored without being quantized
-    assert torch.equal(packed(x, 8, 0.5).unpack(), oracle.pruned(x, 8, 0.5))
+    assert torch.equal(unpacked(x, packed(x, 8, 0.5)[0]), oracle.pruned(x, 8, 0.5))
 
 
 def test_what_has_no_finite_key_is_kept_first(device):
     for dtype in DTYPES[:2]:  # the square of the second and third block overflows
         x = torch.full((1, 4, 8), 1.0, dtype=dtype, device=device)
         x[0, 1:3], x[0, 3, 7] = 1e30, float("nan")
-        assert mask_of(packed(x, 8, 0.5)).flatten().tolist() == [False, True, True, False]
-        assert mask_of(packed(x, 8, 0.25)).flatten().tolist() == [False, True, True, True]
+        assert mask_of(*packed(x, 8, 0.5)).flatten().tolist() == [False, True, True, False]
+        assert mask_of(*packed(x, 8, 0.25)).flatten().tolist() == [False, True, True, True]
 
 
 @each_selection
 def test_nothing_to_keep(device, selection):
     for shape in ((0, 5, 16), (3, 0, 16)):
-        p = packed(torch.zeros(shape, device=device), 8, 0.5, selection=selection)
-        assert p.values.shape == (0, 8)
-        assert p.unpack().numel() == 0
+        p, _ = packed(x := torch.zeros(shape, device=device), 8, 0.5, selection=selection)
+        assert p.tensors[0].shape == (0, 8)
+        assert unpacked(x, p).numel() == 0
     values, bitmap, offsets = pack(torch.randn(2, 5, 16, device=device), 8, 0, 0, selection)
     assert values.shape == (0, 8)
     assert not bitmap.any()
@@ -126,7 +125,7 @@ def test_non_contiguous_input_packs_like_its_stored_layout(device, kind):
         "odd-rows": oracle.integers(3, 7, 34, dtype=torch.bfloat16, device=device)[..., :33].transpose(0, 1),
     }[kind]
     stored = base if kind == "transposed" else x.contiguous()
-    assert torch.equal(packed(x, 8, 0.5).unpack(), oracle.pruned(stored, 8, 0.5))
+    assert torch.equal(unpacked(x, packed(x, 8, 0.5)[0]), oracle.pruned(stored, 8, 0.5))
 
 
 @each_random

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec import pack_cache
 from lightning_actprune.codec.dispatch import force_backend
 from tests.support import oracle
 from tests.support.compressed import compressed
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def made(x: Tensor, **settings) -> nn.Module:
@@ -37,16 +37,6 @@ def packs(*outputs: Tensor) -> list[frozenset[int]]:
 
 def distinct(*outputs: Tensor) -> int:
     return len(set(packs(*outputs)))
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """After each test nothing is known of its inputs any more; others may have left some that are never freed."""
-    before = set(pack_cache._entries)
-    yield
-    if set(pack_cache._entries) > before:  # collecting takes longer than most tests
-        gc.collect()
-    assert set(pack_cache._entries) <= before
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])

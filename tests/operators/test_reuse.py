@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -10,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.codec import pack_cache, packed
+from lightning_actprune.codec import packed
 from lightning_actprune.operators.norm import Affine
 from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
 from tests.support.saving import nodes_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 SAMPLES, TOKENS, LENGTH, OUTPUTS = 3, 10, 72, 24
@@ -80,15 +81,6 @@ def as_known(y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
     one, zero = x.new_ones(LENGTH), x.new_zeros(LENGTH)
     return x, one if weight is None else weight.detach().double(), zero if bias is None else bias.detach().double()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    before = set(pack_cache._entries)
-    yield
-    if set(pack_cache._entries) > before:
-        gc.collect()
-    assert set(pack_cache._entries) <= before
 
 
 CASES = [

@@ -23,12 +23,17 @@ Stored = tuple[Tensor, Tensor, Tensor]
 
 def packed(
     x: Tensor, block_size: int, sparsity: float, scope: str = "sample", bits: int = 0, selection: str = "largest"
-) -> Packed:
+) -> tuple[Packed, BlockGeometry]:
     """Return a layer input of any shape as it is packed."""
     stored, _ = stored_view(x, block_size, scope)
     geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
     keep = blocks.block_and_keep(stored, block_size, blocks.sparsity_parts(sparsity), bits)[1]
-    return Packed(*pack(stored, geometry.block_size, keep, bits, selection), geometry, x.dtype, bits)
+    tensors = pack(stored, geometry.block_size, keep, bits, selection)
+    return Packed(tensors, tuple(stored.shape), False, geometry.block_size, bits), geometry
+
+
+def unpacked(x: Tensor, p: Packed) -> Tensor:
+    return p.unpack(x.dtype).view(p.shape)
 
 
 def expected(
