@@ -80,8 +80,7 @@ class LayerState:
 
     def is_fine(self, x: Tensor) -> bool:
         """Return whether an input ``[..., features]`` has so few rows that it is kept in eight bits, all of it."""
-        keep = self.keep
-        return 0 < keep.stored_bits < 8 and x.numel() < keep.fine_rows * x.shape[-1]
+        return 0 < self.blocks.bits < 8 and x.numel() < self.keep.fine_rows * x.shape[-1]
 
     def of(self, x: Tensor, *, turned: bool = False) -> tuple[int, Blocks]:
         """Return the sparsity, as ``parts`` says it, and the blocks of an input, inside attention of a turned one."""

@@ -99,21 +99,28 @@ class LinearFunction(torch.autograd.Function):
             weight = cast_as_autocast(weight, autocast)
             bias = None if bias is None else cast_as_autocast(bias, autocast)
 
-        kept = find_output(x, parts, blocks, autocast or x.dtype) if eager and reuses else None
-        if kept is not None:  # by the norm before
-            tensors, ctx.layout = cast(tuple[Tensor, ...], kept[0]), kept[1]
+        output = None
+        if eager:
+            settings, aligned = (parts, autocast, blocks, forced_backend()), is_aligned(x)
+            with on_device_of(x):
+                output = find_output(x, parts, blocks, autocast or x.dtype) if reuses else None
+                if output is None:  # query, key and value projections share one pack
+                    (x_read, x_rows), packed = get_or_pack(
+                        x,
+                        settings,
+                        lambda: _cast_and_pack(x, *settings, aligned, True),
+                        lambda: _cast(x, autocast, blocks),
+                    )
+        else:
+            (x_read, x_rows), packed = _cast_and_pack(x, parts, autocast, blocks, None, False, False)
+        if output is not None:  # the norm before keeps x
+            tensors, ctx.layout = cast(tuple[Tensor, ...], output[0]), output[1]
             x_read = x_rows = _cast_to_rows(x, autocast)
         else:
-            if eager:  # query, key and value projections share one pack
-                settings = parts, autocast, blocks, forced_backend()
-                with on_device_of(x):
-                    (x_read, x_rows), packed = get_or_pack(
-                        x, settings, lambda: _cast_and_pack(x, *settings, True), lambda: _cast(x, autocast, blocks)
-                    )
-            else:
-                (x_read, x_rows), packed = _cast_and_pack(x, parts, autocast, blocks, None, False)
             tensors, *ctx.layout = packed
         ctx.save_for_backward(weight_kept, *tensors)
+        if x.is_contiguous():
+            return no_view(F.linear(x_read, weight, bias))
         return _product(x, x_read, x_rows, weight, bias)
 
     @staticmethod
@@ -159,7 +166,13 @@ _linear = applied(LinearFunction)
 
 
 def _cast_and_pack(
-    x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks, backend: Backend | None, eager: bool
+    x: Tensor,
+    parts: int,
+    autocast: torch.dtype | None,
+    blocks: Blocks,
+    backend: Backend | None,
+    aligned: bool,
+    eager: bool,
 ) -> tuple[tuple[Tensor, Tensor], Packed]:
     """Return ``x`` as autocast casts it, the same as the product had better read it, and the packed input.
 
@@ -167,7 +180,7 @@ def _cast_and_pack(
     """
     launch = None
     if eager:
-        key = x.shape, x.stride(), x.dtype, x.device, is_aligned(x), parts, autocast, blocks, backend
+        key = x.shape, x.stride(), x.dtype, x.device, aligned, parts, autocast, blocks, backend
         launch = input_launches[key]
     if launch is not None and launch.new_cast is not None:
         x_read = launch.new_cast()
@@ -544,13 +557,13 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         state, weight = self._state, self.weight  # which a module takes a while to find
         parts, blocks = state.parts.size(0), state.blocks
+        if state.keep.fine_rows and not input.is_nested:
+            parts, blocks = state.of(input)
         if not ((parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(input)):
             return F.linear(input, weight, self.bias)
         plain = type(input) is Tensor and type(weight) is nn.Parameter
         if not (plain and input.dim() and input.is_floating_point()):
             check_input(input, weight)
-        if state.keep.fine_rows:
-            parts, blocks = state.of(input)
         y: Tensor = _linear(input, weight, self.bias, parts, blocks, _MANAGED not in self.__dict__)
         return y
 
