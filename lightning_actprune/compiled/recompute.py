@@ -166,7 +166,7 @@ def _draws(node: Node) -> bool:
     target = node.target
     if name_of(node) == "getitem":
         return _draws(first_input(node))
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "marks", ()):
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     names = [argument.name for argument in target._schema.arguments]  # type: ignore[union-attr]
     if "dropout_p" not in names:

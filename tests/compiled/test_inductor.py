@@ -62,8 +62,8 @@ def test_objects_are_called_in_place_of_operators():
     assert not re.search(r"= torch\.ops\.actprune", code)
     made = re.findall(r"^actprune_\w+ = (\w+\(.*\))$", code, re.MULTILINE)
     wanted = (f"{name}(32, {bits}{more})" for bits in (3, 4) for name, more in KINDS.items())
-    assert sorted(text for text in made if "Report" not in text) == sorted(wanted)
-    assert len(re.findall(r"^ +actprune_report\(\)$", code, re.MULTILINE)) == 1
+    assert sorted(text for text in made if "CachedDecisions" not in text) == sorted(wanted)
+    assert len(re.findall(r"^ +actprune_decisions\(\)$", code, re.MULTILINE)) == 1
     for name in KINDS:
         assert len(re.findall(rf"= actprune_{name}_32_\w+\(", code)) == 2  # nobody packs the batch
 
