@@ -295,7 +295,7 @@ def _find_backend(dtype: torch.dtype, device: torch.device, block_size: int) -> 
 
 
 def _find_gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """Return what is known about each GPU, and what prevents torch from using them, if anything."""
+    """Return a description of each GPU, or the reason why torch cannot use them."""
     gpus = []
     try:
         if not torch.cuda.is_available():

@@ -196,7 +196,7 @@ class RetentionProbe(SavedTensorRecorder):
         """Make these layers dense if ``report`` lists them as converted; call it after the context.
 
         Returns:
-            These layers as they are now in ``report``, with reasons.
+            The reports of these layers, which are in ``report`` now, with reasons.
         """
         return leave_dense(self._model, report, {layer.fqn: layer.reason or "" for layer in self.retained})
 

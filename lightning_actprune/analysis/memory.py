@@ -133,7 +133,7 @@ class MemoryReport:
         return max((row.sparsity for row in self.rows), default=0.0)
 
     def __str__(self) -> str:
-        """Return what the whole model keeps, and a table of the layers."""
+        """Return the sentence on the whole model, and a table of the layers."""
         return f"{describe_memory(self)}\n{as_text(tabulate_memory(self))}"
 
     def totals(self) -> dict[str, float | None]:

@@ -559,7 +559,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what fused attention returns: flash attention for 16-bit values without a mask, else memory-efficient."""
+    """Run flash attention for 16-bit values without a mask, else memory-efficient attention."""
     if attn_mask is None and _is_narrow(query):
         results = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return cast(Tensor, results[0])
@@ -576,7 +576,7 @@ def _attend(
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """Return what dropout returns on a GPU, where it keeps a mask."""
+    """Run dropout as on a GPU, where it keeps a mask."""
     return torch.native_dropout(input, p, train)[0] if train and 0 < p < 1 else input
 
 

@@ -220,6 +220,10 @@ class _FunctorchPass:
         return module
 
 
+_IN_COMPILED_CODE = "packed", "formats", "layout", "saved_ops"
+"""Modules of ``codec`` that decide or compute something in compiled code."""
+
+
 @functools.cache
 def source_hash() -> bytes:
     """Return a hash of the versions and of the source that compiled code depends on.
@@ -230,7 +234,6 @@ def source_hash() -> bytes:
 
     digest, folder = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
     codec = folder.parent / "codec"
-    files = [*sorted(folder.glob("*.py")), *(codec / f"{name}.py" for name in ("packed", "formats", "saved_ops"))]
-    for path in files:
+    for path in (*sorted(folder.glob("*.py")), *(codec / f"{name}.py" for name in _IN_COMPILED_CODE)):
         digest.update(path.read_bytes())
     return digest.digest()
