@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_actprune.codec.private import is_of_autograd, original_operation, sequence_number
+from lightning_actprune.codec.private import (
+    checkpoint_policy,
+    is_of_autograd,
+    is_tangent,
+    original_operation,
+    place_in_half,
+    sequence_number,
+    set_checkpoint_policy,
+)
 from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
 from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 
@@ -219,7 +227,7 @@ class Joint:
         self.graph = graph
         nodes = list(graph.nodes)
         self.order = {node: place for place, node in enumerate(nodes)}
-        self.tangent = closure(nodes, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
+        self.tangent = closure(nodes, is_tangent)
         marks = [node for node in nodes if name_of(node) == MARK]
         self.marked = closure(nodes, {*marks, *map(source_of, marks)}.__contains__)
         outputs = [node for node in graph.output_node().all_input_nodes if node not in self.tangent]
@@ -348,7 +356,7 @@ class Writer:
         with self._fake_mode, torch.no_grad():
             node.meta["val"] = target(*values, **options)
         if self._tag is not None:
-            node.meta["partitioner_tag"] = self._tag
+            place_in_half(node, self._tag)
         return node
 
     def copy(self, node: Node, inputs: dict[Node, Node]) -> Node:
@@ -385,11 +393,9 @@ def after(node: Node) -> Node:
 
 def must_be_saved(node: Node) -> None:
     """Let the partitioner save what a node stands for, and not compute it again."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    node.meta["ac_graph_id"] = 0
+    set_checkpoint_policy(node, CheckpointPolicy.MUST_SAVE)
 
 
 def runs_again(node: Node) -> bool:
     """Return whether a checkpoint computes a node again in backward anyway."""
-    policy = node.meta.get("recompute")
-    return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return checkpoint_policy(node) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -31,7 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from lightning_actprune.codec.private import bodies_of
+from lightning_actprune.codec.private import (
+    checkpoint_bodies,
+    checkpoint_number,
+    set_checkpoint_policy,
+    traced_value,
+)
 from lightning_actprune.compiled.graphs import (
     FORWARD,
     MARK,
@@ -69,7 +74,7 @@ def run_once_if_written(state: Any) -> None:
     if not checkpoints:
         return
     body, *arguments = checkpoints[-1].args
-    inner_inputs = [node for node in bodies_of(state)[body.target].graph.nodes if node.op == "placeholder"]
+    inner_inputs = [node for node in checkpoint_bodies(state)[body.target].graph.nodes if node.op == "placeholder"]
     if any(_is_written(outer) and _is_read(inner) for outer, inner in zip(arguments, inner_inputs, strict=True)):
         checkpoints[-1].target, checkpoints[-1].kwargs = ops.wrap, {}
         name = state.get_local("name", stacklevel=1).as_python_constant()
@@ -83,7 +88,7 @@ def run_once_if_written(state: Any) -> None:
 def _is_written(node: Any) -> bool:
     """Return True for a graph input that was written to."""
     is_input = isinstance(node, Node) and node.op == "placeholder"
-    return is_input and getattr(node.meta["example_value"], "_version", 0) > 0
+    return is_input and getattr(traced_value(node), "_version", 0) > 0
 
 
 def _is_read(node: Node) -> bool:
@@ -142,8 +147,8 @@ def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
     """
     tagged = [node for node in joint.graph.nodes if node in joint.forward and runs_again(node)]
     from_inputs, from_seeds = (closure(joint.graph.nodes, of.__contains__) for of in (inputs, seeds))
-    numbers = {node.meta["ac_graph_id"] for node in tagged if node in from_inputs}
-    region = {node: number for node in tagged if (number := node.meta["ac_graph_id"]) in numbers}
+    numbers = {checkpoint_number(node) for node in tagged if node in from_inputs}
+    region = {node: number for node in tagged if (number := checkpoint_number(node)) in numbers}
     repeatable = set[Node]()
     for node, number in region.items():
         users = (user for user in node.users if user.op == "output" or user in joint.forward)
@@ -156,8 +161,8 @@ def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
     # The input of a module may be the output of one that keeps its tags because none of its inputs has a gradient.
     untagged = {on for mark in inputs for on in path(mark, source_of(mark))}
     for node in joint.graph.nodes:
-        if node.meta.get("ac_graph_id") in numbers or node in untagged:
-            node.meta.pop("recompute", None)
+        if checkpoint_number(node) in numbers or node in untagged:
+            set_checkpoint_policy(node, None)
     return repeatable
 
 

@@ -53,11 +53,11 @@ from lightning_actprune.codec.pack_cache import find, key_of, remember
 from lightning_actprune.codec.packed import Packed, quantize
 from lightning_actprune.codec.private import (
     are_functorch_transforms_active,
+    call_while_traced,
     is_tracing,
     top_saved_tensors_hooks,
     tree_map_only,
     unseen_by_compilers,
-    while_traced,
 )
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.compiled.recompute import run_once_if_written
@@ -177,7 +177,7 @@ def run_in_graph(
         args, kwargs = _map_arguments(Tensor, lambda x: marked(x, mark) if x.requires_grad else x, args, kwargs)
     run = partial(_run_outside_of_graphs, module, lambda: forward(*args, **kwargs), [])
     outputs = checkpoint(run, use_reentrant=False)
-    while_traced(run_once_if_written)
+    call_while_traced(run_once_if_written)
     return outputs
 
 

@@ -26,7 +26,7 @@ from lightning_actprune.codec.dispatch import (
     no_view,
     once_differentiable,
 )
-from lightning_actprune.codec.private import found, refusal, require
+from lightning_actprune.codec.private import look_up, refusal, require
 
 CPU = torch.device("cpu")
 
@@ -89,8 +89,8 @@ def test_plain_eager_mode_is_left_for_anybody_who_wants_to_see_what_is_done():
 def test_refusal_says_what_is_missing(monkeypatch):
     assert private.MISSING == []
     monkeypatch.setattr(private, "MISSING", [])
-    assert found("torch.no_such_thing._at_all", 3) == 3
-    assert found("no_such_module.name") is None
+    assert look_up("torch.no_such_thing._at_all", 3) == 3
+    assert look_up("no_such_module.name") is None
     assert private.MISSING == ["torch.no_such_thing._at_all", "no_such_module.name"]
     assert refusal("It", ("torch.relu",)) is None
     require("It", ("torch.relu",))

@@ -143,6 +143,19 @@ def test_a_torch_without_passes_says_so(monkeypatch):
         CompiledPacking().open()
 
 
+def test_a_torch_with_other_names_for_gradients_packs_nothing_and_says_so(monkeypatch):
+    monkeypatch.setattr("lightning_actprune.compiled.graphs.is_tangent", lambda node: False)
+    with CompiledPacking() as packing:
+        torch._dynamo.reset()
+        model, x = net(), torch.randn(32, 64)
+        dense = copy.deepcopy(model)
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+        dense(x).sum().backward()
+    assert packing.was_missed
+    for parameter, exact in zip(model.parameters(), dense.parameters(), strict=True):
+        assert torch.equal(parameter.grad, exact.grad)
+
+
 TEXT = Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4)).text
 
 
