@@ -249,7 +249,7 @@ class FrozenBatchNormFunction(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         """Return torch's output."""
-        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)
+        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)  # [C]
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         ctx.save_for_backward(scale if weight is None else scale * weight)

@@ -188,9 +188,9 @@ def without_gaps(x: Tensor) -> Tensor:
 def rows_of(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
     """Return ``x [N, C, *spatial]`` without gaps as rows ``[N, T, L]`` in the order of memory, to be cut into blocks.
 
-    Rows are as long as a block if that divides a sample. Otherwise a sample is one row, if kernels take so long a row.
-    With scope ``"token"``, where the blocks of a row compete, rows are the channels of a pixel, or the innermost
-    dimension of a contiguous ``x``.
+    Rows are as long as a block if that divides a sample; else a sample is one row, if kernels take so long a row.
+    Otherwise, and with scope ``"token"``, where the blocks of a row compete, rows are the channels of a pixel, or the
+    innermost dimension of a contiguous ``x``.
     """
     memory = x if x.is_contiguous() else x.movedim(1, -1)
     values = math.prod(x.shape[1:])

@@ -243,7 +243,7 @@ def gate(
         stored: How the factors are stored.
         dtype: Type of ``z``.
     """
-    p, q = factors(a, u, function)
+    p, q = factors(a, u, function)  # [R, L] each
     wanted = torch.cat([factor for factor, needed in ((q, stored.for_a), (p, stored.for_u)) if needed])
     return (p * u.float()).to(dtype).contiguous(), pack_all(wanted, stored.block_size, stored.bits)
 

@@ -10,8 +10,8 @@ With ``x [R, L]``, per row::
 (the second term only if ``centred``). Without ``normed``, rows are only scaled and shifted, as in an affine layer: the
 mean is 0, rstd is 1 and not stored, and ``grad_x = g w`` is exact.
 
-The kernel that computes y can add a residual, whose gradient is g itself. torch writes the product ``x w`` to memory
-and reads it again for the sum.
+A residual can be added in the pass that computes y; its gradient is g itself. torch writes the product ``x w`` to
+memory and reads it again for the sum.
 
 Backward reads x~, the stored x^, in place of x^. The output and ``grad_b`` are exact, and ``rstd`` is stored in fp32.
 x~ = x^ + n with errors n of mean zero and root mean square s, where that of x^ is 1 (normal values in blocks of 32:
@@ -278,7 +278,7 @@ def normalize(
     Returns:
         ``y [R, L]``, the bytes of all blocks, and ``rstd [R]`` in fp32, or ``None`` without ``normed``.
     """
-    wide, rstd = x.float(), None
+    wide, rstd = x.float(), None  # [R, L]
     if setting.centred:
         wide = wide - wide.mean(-1, keepdim=True)
     if setting.normed:

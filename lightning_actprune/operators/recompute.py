@@ -335,9 +335,10 @@ def find_blocks(model: nn.Module) -> list[str]:
     """Return the names of the blocks of ``model``: the modules of its largest repeated classes.
 
     Candidates are modules with children in a ``ModuleList`` or ``Sequential`` that has several modules of their class.
-    Classes with at least ``MIN_BLOCKS`` blocks are chosen together, largest first by parameters, if they are not inside
-    each other, as in an encoder and a decoder, and together have half of all parameters. (The four stages of a
-    hierarchical model are too few.) Otherwise it is the class with most blocks of those that have half alone, if any.
+    Classes with ``MIN_BLOCKS`` blocks and ``MIN_SHARE`` of all parameters are chosen together, largest first, if they
+    are not inside each other, as in an encoder and a decoder, and together have half of all parameters. (The four
+    stages of a hierarchical model are too few.) Otherwise it is the class with most blocks of those that have half
+    alone, if any.
 
     Embeddings, and linear layers with as many outputs as the largest embedding has rows, do not count as parameters:
     such tables of a vocabulary are most of a small language model.

@@ -1,4 +1,4 @@
-"""Supported modules: the class that each becomes when converted, and the search of a model for them.
+"""Find the modules of a model that ``convert`` supports, and the compressed class of each.
 
 A module is converted if its exact type is supported; a subclass may do anything in its forward. ``CLASSES`` has torch's
 classes. ``FOREIGN`` has classes of other packages by module and name, so that nothing is imported for them. The

@@ -1,4 +1,4 @@
-r"""Tensor-parallel layers: each process compresses what backward needs of its own shard.
+r"""Tensor-parallel layers: each process stores its own shard of the input compressed.
 
 ``parallelize_module`` turns a layer's parameters and its input into DTensors. Each process of a mesh then holds a shard
 ``x_s`` of the input and one of the weight, computes its part of the output, and keeps ``x_s`` for backward. So the
