@@ -241,9 +241,9 @@ def remember_copy(copy: Tensor, x: Tensor) -> None:
 
 
 def find_output(x: Tensor, parts: int, blocks: Blocks, dtype: torch.dtype) -> tuple[KeptOutput, OutputLayout] | None:
-    """Return how the layer before stores ``x``, its output, or ``None`` if that does not suffice for these settings.
+    """Return the stored form of ``x``, the output of the layer before, or ``None`` if it does not suffice.
 
-    ``dtype`` is the type in which the layer that reads ``x`` computes.
+    ``parts`` and ``blocks`` are the settings of the layer that reads ``x``, ``dtype`` the type in which it computes.
     """
     entry = None if parts or dtype == torch.float16 else _entry_of(x)
     output = None if entry is None else entry.output
@@ -280,7 +280,7 @@ def _state(x: Tensor | None) -> tuple[int, int]:
 
 
 def _order(x: Tensor, entry: _Entry, output: _Output) -> Order | None:
-    """Return where the base of the view ``x`` has the rows of ``x``, or ``None`` for any other view."""
+    """Return the order of the rows of the view ``x`` in its base, or ``None`` for any other view."""
     y = entry.tensor()
     if y is None or output.order != "rows" or x.dtype != output.dtype or x.numel() != y.numel():
         return None

@@ -631,7 +631,7 @@ class CompressedActivation(CompressedLayer):
 
     @classmethod
     def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
-        """Return how the derivative of ``module``, which may be dense, is stored in ``bits`` bits."""
+        """Return the ``StoredDerivative`` of ``module``, which may be dense, with ``bits`` bits."""
         parameters = [float(getattr(module, name)) for name in ACTIVATIONS[cls.function].parameters]
         return StoredDerivative(cls.function, tuple(parameters), bits)
 
@@ -682,7 +682,7 @@ class CompressedGELU(CompressedActivation, nn.GELU):
 
     @classmethod
     def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
-        """Return how the derivative of ``module`` is stored."""
+        """Return the ``StoredDerivative`` of ``module``, exact or by tanh."""
         return StoredDerivative("gelu" if module.approximate == "none" else "gelu_tanh", (), bits)
 
 

@@ -55,7 +55,7 @@ class Projection:
         return self.weight.shape
 
     def blocks(self, x: Tensor) -> Blocks:
-        """Return how an input ``[T, N, E]`` is cut into blocks and stored."""
+        """Return the ``Blocks`` into which an input ``[T, N, E]`` is cut."""
         return self.layer._state.of(x, turned=True)[1]
 
     def chunk(self, chunks: int) -> list[Projection]:

@@ -175,7 +175,7 @@ def _bound(
     method: Method | None,
     backend: Backend | None,
 ) -> _Bound:
-    """Return how the gradients of a layout are computed; ``aligned`` only selects the kernel that is cached."""
+    """Return the method and launch for gradients of a layout; ``aligned`` only selects the kernel that is cached."""
     batch, rows, length = shape
     matrix = (rows, batch * length) if transposed else (batch * rows, length)
     source, target = dtypes
