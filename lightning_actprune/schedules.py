@@ -84,7 +84,7 @@ class _Ramp(SparsitySchedule):
             )
 
     def _ramp_fraction(self, progress: float) -> float:
-        """Return how much of the ramp is done at ``progress``, in [0, 1]."""
+        """Return the completed fraction of the ramp at ``progress``, in [0, 1]."""
         return min(max((progress - self.warmup) / (self.until - self.warmup), 0.0), 1.0)
 
 

@@ -1,16 +1,15 @@
-"""In which order the memory of a tensor is read when it is packed, and into which rows it is cut.
+"""Choose the order in which a tensor's memory is read when it is packed, and the rows into which it is cut.
 
-Dimensions are sorted by stride, and those that follow each other in memory are joined to runs, so that views of one
-region of memory, transposed or not, are read in one and the same order, that of their addresses. A tensor
-``[B, H, N, d]`` that is cut out of a joint projection ``[B, N, 3, H, d]`` is ``B N`` rows of ``H d`` values so, and
-read where it lies.
+Dimensions are sorted by stride, and dimensions that follow each other in memory are joined to runs. All views of one
+region of memory, transposed or not, are therefore read in the order of their addresses. A tensor ``[B, H, N, d]`` cut
+out of a joint projection ``[B, N, 3, H, d]``, for example, is read in place as ``B N`` rows of ``H d`` values.
 
-Kernels take ``[S, T, L]`` with values side by side in the last dimension, and blocks are cut from ``L``. A run of
-values that is a multiple of the block is read as rows of one block each: no block is cut short, and one compiled kernel
-does for all shapes. What has more than three dimensions even so, or no values side by side, is copied first.
+Kernels take ``[S, T, L]`` with contiguous values in the last dimension, and cut blocks from ``L``. If a run of values
+is a multiple of the block, it is read as rows of one block each: no block is cut short, and one compiled kernel serves
+all shapes. A tensor is copied first if it still has more than three dimensions, or no contiguous values.
 
-Sizes may be a compiler's symbols. The length of a row never is, so that values can be cut to rows whose number may be a
-symbol; comparisons that would make a constant of a symbol are not made.
+Sizes may be symbols of a compiler. The length of a row never is, so values can be cut to rows even if the number of
+rows is a symbol. Comparisons that would specialize a symbol to a constant are avoided.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class Run(NamedTuple):
     """Dimensions that follow each other in memory.
 
     Args:
-        sizes: Their sizes, the outermost first.
-        stride: That of the innermost one.
+        sizes: Their sizes, outermost first.
+        stride: Stride of the innermost dimension.
     """
 
     sizes: list[Size]
     stride: Size
 
     def innermost(self) -> tuple[int, bool]:
-        """Return the product of the innermost sizes that are numbers, and whether all are."""
+        """Return the product of the innermost sizes up to the first symbol, and True if there is no symbol."""
         product = 1
         for size in reversed(self.sizes):
             if not isinstance(size, int):
@@ -52,7 +51,7 @@ class Run(NamedTuple):
 def memory_order(strides: Sequence[Size]) -> list[int]:
     """Return the dimensions of a dense tensor in the order of memory, outermost first.
 
-    Not by ``sorted``, to which a compiler's symbols are no keys.
+    This does not use ``sorted``, because symbols cannot be its keys.
     """
     order: list[int] = []
     for dim, stride in enumerate(strides):
@@ -64,20 +63,20 @@ def memory_order(strides: Sequence[Size]) -> list[int]:
 
 
 def inverse_order(order: Sequence[int]) -> list[int]:
-    """Return how to permute dimensions back."""
+    """Return the permutation that undoes ``order``."""
     return [order.index(dim) for dim in range(len(order))]
 
 
 def join_runs(
     shape: Sequence[Size], strides: Sequence[Size], order: Sequence[int], hint: Callable[[Size], int] = int
 ) -> list[Run] | None:
-    """Return the runs of a tensor, the outermost first, ``None`` if values overlap.
+    """Return the runs of a tensor, outermost first, or ``None`` if values overlap in memory.
 
     Args:
         shape: Sizes of the tensor.
         strides: Its strides.
-        order: Its dimensions in the order of memory, the outermost first.
-        hint: Returns a size as it was when a symbol was made.
+        order: Its dimensions in the order of memory, outermost first.
+        hint: Returns the value that a size had when its symbol was created.
     """
     runs: list[Run] = []
     reach: Size = 1
@@ -96,9 +95,9 @@ def join_runs(
 
 
 def cut_rows(runs: Sequence[Run], block_size: int) -> tuple[int, bool] | None:
-    """Return the length of the rows as which ``runs`` are read, and whether the last run is cut to several of them.
+    """Return the length of the rows into which ``runs`` are cut, and True if this cuts the last run into several rows.
 
-    ``None`` if they are no more than three dimensions of values side by side in no way.
+    The result is ``None`` if the runs cannot be read as at most three dimensions with contiguous values.
     """
     inner, whole = runs[-1].innermost()
     if not statically_known_true(runs[-1].stride == 1) or inner < MIN_QUANTIZED_BLOCK:
@@ -111,7 +110,7 @@ def cut_rows(runs: Sequence[Run], block_size: int) -> tuple[int, bool] | None:
 
 
 def _row_lengths(run: int, block_size: int) -> list[int]:
-    """Return the lengths of rows that ``run`` values side by side may be cut to, the best first."""
+    """Return the possible lengths of rows for a run of ``run`` contiguous values, the best first."""
     longest = block_size * MAX_COLUMNS
     if run % block_size == 0:
         return [block_size, run] if run <= longest else [block_size]

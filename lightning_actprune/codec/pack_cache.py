@@ -1,28 +1,27 @@
-r"""What is packed already: tensors that several layers read are packed once.
+r"""Track packed tensors and retained storages, so that a tensor that several layers read is packed once.
 
 **Inputs.** Query, key and value projections, or gate and up, read one tensor. A dense model keeps it once, so packing
-it once per layer could cost more than it saves. The layers find each other's packs by the tensor *object*: nothing is
-looked up by address, which the allocator gives to other tensors, and under autocast the object is the one before the
-cast (each layer casts for itself, to equal copies). Of a view it is the tensor that this is a view of: each
-tensor-parallel layer makes a view of its own of its input. Shared is what was packed
+it once per layer could cost more than it saves. Layers find each other's packs by the tensor *object*, never by
+address, because the allocator gives an address to other tensors later. Under autocast the object is the tensor before
+the cast: each layer casts it for itself, to equal copies. For a view the object is its base, because each
+tensor-parallel layer makes a view of its own of its input. Layers share a pack
 
-- from the same object, unmodified since (its version counter is part of the key), or from the same view of it,
+- of the same object, unmodified since (its version counter is part of the key), or of the same view of it,
 - with the same settings, under the same autocast,
-- on the same CUDA stream, and if a CUDA graph is being recorded, in that recording: otherwise a later consumer could
-  read what is not written yet, or a graph replay what is no longer there.
+- on the same CUDA stream, and in the same recording if a CUDA graph is being recorded. Otherwise a later layer could
+  read memory that is not written yet, or a graph could replay reads of memory that is gone.
 
-**Outputs of norms.** A norm or an affine layer keeps x^ of its output ``y = x^ w + b`` quantized, and that is all that
-a linear layer behind it needs (``operators.weight_grad``). It finds ``y`` in the same way and under the same
-conditions: not modified since, neither are w and b, same stream, same recording. Views that only turn or flatten ``y``
-know it as their base. A layer that asks for as many bits, or for smaller blocks, than ``y`` has packs its own, and so
-does one that computes in fp16, where x^ or the product with it might be too large. Inside an activation checkpoint, or
-where other saved-tensor hooks say what is kept, each layer packs its own.
+**Outputs of norms.** A norm or an affine layer stores x^ of its output ``y = x^ w + b`` quantized, which is all that
+the next linear layer needs (``operators.weight_grad``). That layer finds ``y`` in the same way, under the same
+conditions: ``y``, w and b are unmodified, same stream, same recording. Views that only transpose or flatten ``y`` have
+it as their base. A layer packs its own copy if it drops blocks, if it wants at least as many bits as ``y`` has or
+smaller blocks, or if it computes in fp16, where x^ or the product with it might overflow. It also packs its own inside
+an activation checkpoint or other saved-tensor hooks, which decide what is saved.
 
-Only weak references are held, to the tensor and to what was packed from it: the packed tensors belong to the autograd
-graph, and are gone as soon as backward has used them, or as saved-tensor hooks have moved them elsewhere. The next
-consumer then packs again.
+Only weak references are held, to the tensor and to its packs. Packs belong to the autograd graph: they are gone once
+backward has used them, or saved-tensor hooks have moved them elsewhere. The next layer then packs again.
 
-**Storages** that are retained anyway need not be packed (``Retainers``).
+**Storages** that stay alive for another reason need not be packed (``Retainers``).
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class _Pack(NamedTuple):
 
 
 class _Entry:
-    """What was packed from a tensor.
+    """Packs of one tensor.
 
     Args:
-        tensor: The tensor; if it is gone, its ``id`` may be another one's.
+        tensor: The tensor. Once it is freed, another object may have its ``id``.
     """
 
     __slots__ = ("output", "packs", "tensor")
@@ -68,11 +67,11 @@ class _Entry:
         self.tensor = tensor
         self.packs: dict[tuple[Any, ...], _Pack] = {}
         self.output: _Output | None = None
-        """How it is kept as the output of a norm."""
+        """How a norm stores this tensor, its output."""
 
 
 _entries: dict[int, _Entry] = {}
-"""By ``id`` of the tensor."""
+"""Entries by ``id`` of the tensor."""
 
 
 def get_or_pack(
@@ -81,13 +80,13 @@ def get_or_pack(
     pack: Callable[[], tuple[_Read, Packed]],
     read: Callable[[], _Read],
 ) -> tuple[_Read, Packed]:
-    """Return what a layer reads of ``x`` in forward, and what is kept of it, packed if no other layer has packed it.
+    """Return the tensor that a layer reads in forward, and its packed copy, which another layer may have packed.
 
     Args:
         x: The input, before autocast.
-        settings: What it is packed with, the type of autocast and the backend that is asked for included.
+        settings: Settings of the pack, including the type of autocast and the requested backend.
         pack: Returns both.
-        read: Returns what the layer reads.
+        read: Returns the tensor that the layer reads.
     """
     key = key_of(x, *settings)
     packed = None if key is None else find(x, key)
@@ -100,7 +99,7 @@ def get_or_pack(
 
 
 def key_of(x: Tensor, *settings: Any) -> tuple[Any, ...] | None:
-    """Return what must be equal for a pack of ``x`` to be shared, ``None`` if changes of ``x`` are not counted."""
+    """Return the key under which a pack of ``x`` is shared, or ``None`` if ``x`` has no version counter."""
     if x.is_inference():
         return None
     base = x._base
@@ -109,7 +108,7 @@ def key_of(x: Tensor, *settings: Any) -> tuple[Any, ...] | None:
 
 
 def find(x: Tensor, key: tuple[Any, ...]) -> Packed | None:
-    """Return what was packed from ``x`` under ``key`` if all of it is still there."""
+    """Return the pack of ``x`` under ``key``, or ``None`` if one of its tensors is gone."""
     entry = _entry_of(x)
     pack = None if entry is None else entry.packs.get(key)
     if pack is None:
@@ -124,26 +123,26 @@ def find(x: Tensor, key: tuple[Any, ...]) -> Packed | None:
 
 
 def remember(x: Tensor, key: tuple[Any, ...], packed: Packed) -> None:
-    """Let later consumers of ``x`` find ``packed`` for as long as both live."""
+    """Let later layers find ``packed``, the pack of ``x``, for as long as both live."""
     entry = _entry_of(x)
     if entry is None:
         entry = _new_entry(x if x._base is None else x._base)
     elif entry.packs:
-        # An input that lives on, such as a batch used again: packs of earlier versions and graphs go.
+        # An input may live on, such as a batch that is used again: drop packs of earlier versions and graphs.
         for old in [k for k, pack in entry.packs.items() if k[0] != key[0] or pack.tensors[0]() is None]:
             del entry.packs[old]
     entry.packs[key] = _Pack(tuple([weakref.ref(tensor) for tensor in packed.tensors]), packed[1:])
 
 
 def place_of(x: Tensor) -> tuple[int, bool]:
-    """Return the number of the stream on which work for ``x`` is queued now, and whether it is being recorded."""
+    """Return the number of the current stream of ``x``'s device, and True if the stream is being recorded."""
     if not x.is_cuda:
         return _NO_STREAM
     return raw_stream(x.device.index), is_current_stream_capturing()
 
 
 def live(reference: weakref.ref[Tensor]) -> Tensor | None:
-    """Return the tensor of a weak reference, ``None`` if it is gone; autograd may have let go of its Python object."""
+    """Return the tensor of a weak reference, or ``None`` if it is gone; let it own its Python object again."""
     if fix_weakref is None:
         return None
     tensor = reference()
@@ -157,7 +156,7 @@ def _region(x: Tensor) -> tuple[Any, ...]:
 
 
 def _entry_of(x: Tensor) -> _Entry | None:
-    """Return the entry of what ``x`` is a view of, or of ``x``."""
+    """Return the entry of ``x``, or of its base if ``x`` is a view."""
     base = x if x._base is None else x._base
     entry = _entries.get(id(base))
     return entry if entry is not None and entry.tensor() is base else None
@@ -172,20 +171,20 @@ def _new_entry(x: Tensor) -> _Entry:
 # === Outputs of norms =================================================================================================
 
 Order = Literal["rows", "columns", "samples_second"]
-"""How the rows of a layer's input lie in ``y``: as its rows; as its columns, sample by sample; or as the rows of
+"""Where ``y`` has the rows of a layer's input: in its rows; in its columns, sample by sample; or in the rows of
 ``y.transpose(0, 1)``."""
 KeptOutput = tuple[Tensor, Tensor | None, Tensor | None]
-"""The bytes of x^, w and b."""
+"""The bytes of x^, and w and b."""
 
 
 class OutputLayout(NamedTuple):
-    """How the output of a norm is kept, and read by a linear layer.
+    """How the output of a norm is stored, and how a linear layer reads it.
 
     Args:
-        order: How the rows of the layer's input lie in ``y``.
-        shape: Samples, rows of ``y`` per sample, and their length; one sample unless they are read as columns.
+        order: Where ``y`` has the rows of the layer's input.
+        shape: Samples, rows of ``y`` per sample, and their length; one sample unless the layer reads columns.
         block: Values per block.
-        bits: To how many bits they are quantized.
+        bits: Bits of a stored value.
     """
 
     order: Order
@@ -209,20 +208,20 @@ class _Output(NamedTuple):
 def remember_output(
     y: Tensor, values: Tensor, weight: Tensor | None, bias: Tensor | None, bits: int, block_size: int
 ) -> None:
-    """Let linear layers find that ``y = x^ weight + bias``, of which ``values`` keep x^; of plain eager mode alone.
+    """Let linear layers find that ``y = x^ weight + bias`` with x^ stored in ``values``; for plain eager mode.
 
     Args:
-        y: ``[..., L]``, without gaps, in no more than 32 bits, no view.
+        y: ``[..., L]``, contiguous, of at most 32 bits, not a view.
         values: The bytes of all blocks of x^, ``[R, L]``.
-        weight: ``L`` values or ``None``.
-        bias: ``L`` values or ``None``.
-        bits: To how many bits x^ is quantized.
-        block_size: Values per block, cut to ``L``.
+        weight: ``[L]`` or ``None``.
+        bias: ``[L]`` or ``None``.
+        bits: Bits of a stored value of x^.
+        block_size: Values per block, at most ``L``.
     """
     if not y.numel() or y.dtype == torch.float64 or y.is_inference():
         return
     if (weight is not None and weight.is_inference()) or (bias is not None and bias.is_inference()):
-        return  # changes of it are not counted
+        return  # inference tensors have no version counter
     versions = *_state(y), *_state(weight), *_state(bias)
     _new_entry(y).output = _Output(
         weakref.ref(values), (weight, bias), versions, place_of(y), "rows", y.shape, y.dtype, block_size, bits
@@ -230,7 +229,7 @@ def remember_output(
 
 
 def remember_copy(copy: Tensor, x: Tensor) -> None:
-    """Let linear layers find how ``x`` is kept, of which ``copy`` is a contiguous copy: of a turned batch."""
+    """Let linear layers that read ``copy``, a contiguous copy of the transposed ``x``, find how ``x`` is stored."""
     entry = _entry_of(x)
     output = None if entry is None else entry.output
     if entry is None or output is None or output.order != "rows" or output.dtype != x.dtype or len(output.shape) != 3:
@@ -242,13 +241,13 @@ def remember_copy(copy: Tensor, x: Tensor) -> None:
 
 
 def find_output(x: Tensor, parts: int, blocks: Blocks, dtype: torch.dtype) -> tuple[KeptOutput, OutputLayout] | None:
-    """Return what the layer before keeps of ``x``, if that will do for a layer of these settings.
+    """Return the stored form of ``x``, the output of the layer before, or ``None`` if it does not suffice.
 
-    ``dtype``: in which that computes.
+    ``parts`` and ``blocks`` are the settings of the layer that reads ``x``, ``dtype`` the type in which it computes.
     """
     entry = None if parts or dtype == torch.float16 else _entry_of(x)
     output = None if entry is None else entry.output
-    # Only what is kept in more bits than are asked for: errors may exceed those of a pack of its own.
+    # The output needs more bits than the settings ask for: its errors may exceed those of a pack of the input.
     if entry is None or output is None or not 0 < blocks.bits < output.bits or output.block > blocks.block_size:
         return None
     order = output.order if entry.tensor() is x else _order(x, entry, output)
@@ -261,27 +260,27 @@ def find_output(x: Tensor, parts: int, blocks: Blocks, dtype: torch.dtype) -> tu
 
 
 def _is_current(output: _Output, x: Tensor) -> bool:
-    """Return whether nothing was modified since, and ``x`` is read where ``y`` was made; views share versions."""
+    """Return True if no tensor was modified since, and the stream is that of ``y``; views share versions with ``y``."""
     weight, bias = output.parameters
     return output.versions == (*_state(x), *_state(weight), *_state(bias)) and output.place == place_of(x)
 
 
 def _is_kept_by_others() -> bool:
-    """Return whether saved-tensor hooks other than this package's say what is kept.
+    """Return True if saved-tensor hooks of other code decide what is saved.
 
-    Those of an activation checkpoint keep nothing at first, and want to be given the same when it runs again.
+    The hooks of an activation checkpoint save nothing at first, and expect the same tensors when it runs again.
     """
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and getattr(hooks[1], "__module__", "").partition(".")[0] != _PACKAGE
 
 
 def _state(x: Tensor | None) -> tuple[int, int]:
-    """Return what changes if ``x`` is written to, or gets other memory; what is written to ``x.data`` nobody sees."""
+    """Return values that change if ``x`` is written to or gets other memory; writes to ``x.data`` go unnoticed."""
     return (0, 0) if x is None else (x._version, x.data_ptr())
 
 
 def _order(x: Tensor, entry: _Entry, output: _Output) -> Order | None:
-    """Return how the rows of ``x``, a view, lie in what it is a view of; ``None`` if it shows anything else."""
+    """Return the order of the rows of the view ``x`` in its base, or ``None`` for any other view."""
     y = entry.tensor()
     if y is None or output.order != "rows" or x.dtype != output.dtype or x.numel() != y.numel():
         return None
@@ -291,7 +290,7 @@ def _order(x: Tensor, entry: _Entry, output: _Output) -> Order | None:
 
 
 def _is_swapped(x: Tensor, entry: _Entry, first: int, second: int) -> bool:
-    """Return whether ``x`` is a view of an entry's tensor, of three dimensions, with two of them swapped."""
+    """Return True if ``x`` is the three-dimensional tensor of ``entry`` with two dimensions swapped."""
     y = entry.tensor()
     if y is None:
         return False
@@ -300,11 +299,11 @@ def _is_swapped(x: Tensor, entry: _Entry, first: int, second: int) -> bool:
     return x.shape == tuple([y.shape[dim] for dim in order]) and x.stride() == tuple([y.stride(dim) for dim in order])
 
 
-# === Storages that are retained anyway ================================================================================
+# === Retained storages ================================================================================================
 
 
 class StorageKey(StorageWeakRef):
-    """A weak reference to a storage that is its own copy: each copy of torch's own frees what it refers to again."""
+    """A weak reference to a storage that is its own deep copy: a copy by torch would free the reference twice."""
 
     __slots__ = ()
 
@@ -313,9 +312,9 @@ class StorageKey(StorageWeakRef):
 
 
 class Retainers:
-    """Who retains which storage: asked before something is packed in its place, and when it is judged what that saved.
+    """Track what retains which storage, so that it is not packed too, and so that savings are counted correctly.
 
-    A storage is known by its address, which a weak reference to it keeps from being used again. Nothing is kept alive.
+    A storage is identified by its address; a weak reference keeps the address from being reused. Nothing is kept alive.
     """
 
     def __init__(self) -> None:
@@ -325,36 +324,36 @@ class Retainers:
         return address in self._storages
 
     def add(self, storage: StorageWeakRef, name: Any, retainer: Any = None) -> None:
-        """Note that ``retainer`` retains ``storage`` for as long as it lives, or somebody by that name for good."""
+        """Note that ``retainer`` retains ``storage`` while it lives; with ``None``, ``name`` does forever."""
         address: int = storage.cdata
         known = self._storages.setdefault(address, (storage, {}))[1]
         known[name] = None if retainer is None else weakref.ref(retainer, partial(self._forget, address, name))
 
     def find(self, address: int, name: Any) -> Any:
-        """Return who retains the storage by that name, ``None`` if nobody."""
+        """Return the retainer called ``name`` of the storage, or ``None``."""
         known = self._storages.get(address)
         reference = None if known is None else known[1].get(name)
         return None if reference is None else reference()
 
     def all_of(self, address: int) -> list[Any]:
-        """Return all who retain the storage and are still alive."""
+        """Return all live retainers of the storage."""
         known = self._storages.get(address)
         references = () if known is None else tuple(known[1].values())
         found = (None if reference is None else reference() for reference in references)
         return [retainer for retainer in found if retainer is not None]
 
     def first_name(self, address: int) -> Any:
-        """Return the name of who came first of those that retain the storage."""
+        """Return the name of the storage's first retainer."""
         return next(iter(self._storages[address][1]))
 
     def copy(self) -> Retainers:
-        """Return the same for trying what would be, for those that are here for good."""
+        """Return an independent copy for a trial; it does not forget retainers that die."""
         made = Retainers()
         made._storages = {address: (storage, dict(names)) for address, (storage, names) in self._storages.items()}
         return made
 
     def _forget(self, address: int, name: Any, reference: weakref.ref[Any]) -> None:
-        """Remove the entry of what is gone, unless something else has taken its place."""
+        """Remove a dead retainer, unless another one has taken its name."""
         known = self._storages.get(address)
         if known is not None and known[1].get(name) is reference:
             del known[1][name]

@@ -1,16 +1,15 @@
-"""Pack and unpack: from a dense tensor to its kept blocks and back, by the kernels or in plain torch.
+"""Pack a dense tensor into its kept blocks and unpack it again, with Triton kernels or in plain torch.
 
-``torch.ops.actprune.pack`` and ``unpack`` are the same for compilers, to which they are opaque on purpose: which blocks
-are kept depends on the data, a partitioner then saves what ``pack`` returns instead of the dense input, and nothing can
-be fused into a form that needs the dense input again. Neither is differentiable. All shapes of what they return follow
-from the shapes of what they get and from the integers, so nothing waits for the device. In plain eager mode the
-functions are called as they are: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of
-an H200, torch 2.11; ``benchmarks/results/kernels.json``: 4 and 17).
-``quantize`` and ``dequantize`` are for compiled code in which all blocks are stored: one result, and no positions to
-make and to hand on.
+``torch.ops.actprune.pack`` and ``unpack`` are the same functions for compilers. They are opaque on purpose: which
+blocks are kept depends on the data. A partitioner then saves the results of ``pack`` instead of the dense input, and
+nothing can be fused into a form that needs the dense input again. Neither is differentiable. All output shapes follow
+from input shapes and the integer arguments, so nothing waits for the device. In plain eager mode the Python functions
+are called directly, because the dispatcher costs the host 3 to 20 us per call (machines of an H200, torch 2.11;
+``benchmarks/results/kernels.json``: 4 and 17). Compiled code that stores all blocks calls ``quantize`` and
+``dequantize``, which have one result and no bitmap and offsets to allocate and pass on.
 
-Where all blocks of a tensor are stored, quantized and without positions, a compiler may see how: ``pack_all`` and
-``unpack_all`` are plain torch, which it fuses with what is around them.
+``pack_all`` and ``unpack_all`` also store all blocks quantized, in plain torch, which a compiler fuses with the
+operations around them.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ class Packed(NamedTuple):
     """A packed tensor.
 
     Args:
-        tensors: Values, bitmap and offsets as ``pack`` returns them; or the values alone, of which all blocks are
-            stored.
+        tensors: Values, bitmap and offsets as ``pack`` returns them, or the values alone if all blocks are stored.
         shape: ``[batch, rows, length]`` as stored.
-        transposed: Whether the rows are the features.
-        block: Values per block, cut to a row.
-        bits: To how many bits they are quantized, 0 for values in their own type.
+        transposed: True if the rows are the features.
+        block: Values per block, at most the length of a row.
+        bits: Bits of a stored value, 0 for values in their own type.
     """
 
     tensors: tuple[Tensor, ...]
@@ -65,9 +63,9 @@ class Packed(NamedTuple):
     bits: int
 
     def unpack(self, dtype: torch.dtype, eager: bool = True) -> Tensor:
-        """Return the tensor as it is stored, ``[batch * rows, length]`` in ``dtype``, zero where a block was dropped.
+        """Return the stored tensor ``[batch * rows, length]`` in ``dtype``, zero in dropped blocks.
 
-        ``eager``: kernels may run; if not, an operator does it, or plain torch where the values alone are stored.
+        Plain torch unpacks values alone; else kernels may run if ``eager``, or ``torch.ops.actprune.unpack`` runs.
         """
         batch, rows, length = self.shape
         how = batch * rows, length, self.block, self.bits, dtype
@@ -78,21 +76,21 @@ class Packed(NamedTuple):
 
 
 MAX_KEPT_BLOCKS = 2**31 - 1
-"""Places in the values are int32."""
+"""Most blocks of a tensor that can be kept: their places are int32."""
 
 
 def kept_blocks(shape: tuple[int, ...], block_size: int, keep: int) -> int:
-    """Return how many blocks of a tensor ``[S, T, L]`` are kept."""
+    """Return the number of blocks that are kept of a tensor of ``shape [S, T, L]``."""
     samples, rows, length = shape
     return samples * (rows * ceil_div(length, block_size) if keeps_all(keep) else keep)
 
 
 def check_storable(x: Tensor, bits: int, blocks: int = 0, block_size: int = 0) -> None:
-    """Raise if so many blocks of ``x`` cannot be stored in ``bits`` bits.
+    """Raise if ``blocks`` blocks of ``x`` cannot be stored in ``bits`` bits.
 
     Raises:
-        TypeError: If fp64 values are to be quantized.
-        ValueError: If the blocks cannot be numbered.
+        TypeError: If fp64 values would be quantized.
+        ValueError: If there are too many blocks to number.
     """
     if bits and x.dtype == torch.float64:
         raise TypeError(
@@ -109,19 +107,19 @@ def check_storable(x: Tensor, bits: int, blocks: int = 0, block_size: int = 0) -
 def pack(
     x: Tensor, block_size: int, keep: int, bits: int = 0, selection: str = "largest"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep ``keep`` blocks of each sample of ``x``.
+    """Pack ``keep`` blocks of each sample of ``x``.
 
     Args:
         x: Floating tensor ``[S, T, L]``; read in place if its last stride is 1.
         block_size: Values per block, in [1, max(L, 1)].
-        keep: Blocks kept per sample, in [0, T * ceil(L / block_size)], or ``ALL_BLOCKS`` if they are quantized.
-        bits: To how many bits their values are quantized (``codec.formats``), 0 for values as they are.
-        selection: Which ones they are (``codec.blocks``).
+        keep: Blocks to keep per sample, in [0, T * ceil(L / block_size)], or ``ALL_BLOCKS`` if values are quantized.
+        bits: Bits of a stored value (``codec.formats``), 0 for values in their own type.
+        selection: Which blocks are kept (``codec.blocks``).
 
     Returns:
         ``values [S * keep, block_size]``, or the bytes of each quantized block, ``bitmap int32 [S, ceil(N / 32)]`` and
-        ``offsets int32 [S, ceil(N / 128)]`` with ``N = T * ceil(L / block_size)``; with ``ALL_BLOCKS`` the latter two
-        are ``[S, 0]``.
+        ``offsets int32 [S, ceil(N / 128)]`` with ``N = T * ceil(L / block_size)``. With ``ALL_BLOCKS`` bitmap and
+        offsets are ``[S, 0]``.
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
@@ -131,16 +129,16 @@ def pack(
         key = x.shape, x.stride(), x.dtype, x.device, is_aligned(x), block_size, keep, bits, selection
         with on_device_of(x):
             values, bitmap, offsets = _pack_launches[key](x)
-        if keeps_all(keep) and in_operator():  # whose results must be new: the launch has one tensor for all calls
+        if keeps_all(keep) and in_operator():  # results of an operator must be new, and the launch reuses one tensor
             bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
         return values, bitmap, offsets
     return blocks.pack(x, block_size, keep, bits, selection)
 
 
 def traced_pack(x: Tensor, block_size: int, keep: int, bits: int, selection: str) -> tuple[Tensor, ...]:
-    """Do as ``pack`` by what a compiler, or whoever looks on, may see: plain torch, or an operator that drops blocks.
+    """Pack as ``pack`` does, in a form that can be traced: plain torch for ``ALL_BLOCKS``, else the operator.
 
-    Of ``ALL_BLOCKS`` the values alone are returned.
+    With ``ALL_BLOCKS`` only the values are returned.
     """
     if keeps_all(keep):
         check_storable(x, bits)
@@ -171,13 +169,13 @@ def unpack_batch(
     bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
+    """Return the pruned tensor ``[batch, rows, length]`` of ``shape``, or permuted to ``[rows, batch, length]``."""
     values, bitmap, offsets = packed
     batch, rows, length = shape
     kept, columns, device = values.shape[0], ceil_div(length, block_size), values.device
     if kept and choose_backend(values.shape, dtype, device, block_size, columns) == "triton":
         out = values.new_empty((rows, batch, length) if features_first else shape, dtype=dtype)
-        # The number of samples within which blocks compete, and, where something depends on it, that of blocks.
+        # Number of samples within which blocks compete, and number of blocks if the kernel depends on it.
         counts = bitmap.shape[0] if bitmap.shape[1] else 0, kept if bits else 0
         aligned = is_aligned(values), is_aligned(bitmap), is_aligned(offsets)
         launch = _unpack_launches[(*counts, shape, features_first, block_size, bits, device, dtype, aligned)]
@@ -189,24 +187,24 @@ def unpack_batch(
 
 
 def quantize(x: Tensor, block_size: int, bits: int) -> Tensor:
-    """Return all blocks of ``x [S, T, L]`` quantized: the values of ``pack``, which has no positions for them."""
+    """Return all blocks of ``x [S, T, L]`` quantized: the values of ``pack`` with ``ALL_BLOCKS``."""
     return pack(x, block_size, ALL_BLOCKS, bits)[0]
 
 
 def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Undo ``quantize``: the values ``[rows, length]`` in ``dtype``, contiguous."""
+    """Undo ``quantize``: return the values ``[rows, length]`` in ``dtype``, contiguous."""
     nowhere = no_positions(values.device)
     return unpack(values, nowhere, nowhere, rows, length, block_size, bits, dtype)
 
 
 class Quantize:
-    """``quantize`` for code that a compiler writes: what depends on sizes alone is looked up, once for all calls.
+    """``quantize`` for code that a compiler generates; launches are looked up by size and reused by later calls.
 
-    The GPU of the tensors has to be the current one.
+    The device of the tensors must be the current one.
 
     Args:
         block_size: Values per block.
-        bits: To how many bits they are quantized.
+        bits: Bits of a stored value.
     """
 
     def __init__(self, block_size: int, bits: int) -> None:
@@ -227,7 +225,7 @@ class Quantize:
         aligned: bool,
         _: Any,
     ) -> QuantizeLaunch | None:
-        """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
+        """Return the launch for such tensors, or ``None`` if no kernel takes them."""
         block_size, bits = self._how
         place, kept, columns = (
             _place(device),
@@ -243,12 +241,12 @@ class Quantize:
 
 
 class Dequantize:
-    """``dequantize`` for code that a compiler writes, see ``Quantize``; of values that are contiguous.
+    """``dequantize`` of contiguous values for code that a compiler generates, like ``Quantize``.
 
     Args:
         block_size: Values per block.
-        bits: To how many bits they are quantized.
-        dtype: Of the result.
+        bits: Bits of a stored value.
+        dtype: Type of the result.
     """
 
     def __init__(self, block_size: int, bits: int, dtype: torch.dtype) -> None:
@@ -261,11 +259,11 @@ class Dequantize:
         if launch is None:
             return dequantize(values, rows, length, *self._how)
         out = values.new_empty((rows, length), dtype=self._how[2])
-        launch(values, values, values, out)  # two without meaning: there are no positions
+        launch(values, values, values, out)  # the kernel does not read bitmap and offsets
         return out
 
     def _launch(self, rows: int, length: int, device: int, aligned: bool, _: Any) -> Launch | None:
-        """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
+        """Return the launch for such tensors, or ``None`` if no kernel takes them."""
         block_size, bits, dtype = self._how
         columns, place = ceil_div(length, block_size), _place(device)
         kept, shape = rows * columns, (1, rows, length)
@@ -275,13 +273,13 @@ class Dequantize:
 
 
 def _place(device: int) -> torch.device:
-    """Return the device of a tensor by its number, which takes less time to ask for."""
+    """Return a tensor's device from ``get_device()``, which takes the host less time than ``tensor.device``."""
     return torch.device("cpu") if device < 0 else torch.device("cuda", device)
 
 
 @functools.cache
 def no_positions(device: torch.device) -> Tensor:
-    """Return the positions of blocks that are all stored: a tensor without memory, which kernels do not read."""
+    """Return an empty tensor for bitmap and offsets if all blocks are stored; kernels do not read it."""
     with torch.inference_mode(False):
         return torch.empty(0, 0, dtype=torch.int32, device=device)
 
@@ -292,7 +290,7 @@ def pack_all(x: Tensor, block_size: int, bits: int) -> Tensor:
 
 
 def unpack_all(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Undo ``pack_all``: the values ``[rows, length]`` in ``dtype``."""
+    """Undo ``pack_all``: return the values ``[rows, length]`` in ``dtype``."""
     read = formats.dequantize(values, block_size, bits, dtype)
     return read.view(rows, ceil_div(length, block_size) * block_size)[:, :length]
 
@@ -308,7 +306,7 @@ def _pack_launch(
     bits: int,
     selection: str,
 ) -> PackLaunch | QuantizeLaunch:
-    """Return the launch of an input; ``dtype`` and ``aligned`` matter only to the compiled kernels that it keeps."""
+    """Return the launch for an input; ``dtype`` and ``aligned`` only select the compiled kernel that it caches."""
     from lightning_actprune.kernels.pack import pack_launch
 
     return pack_launch(shape, strides, block_size, keep, device, None, bits, selection)
@@ -325,7 +323,7 @@ def _unpack_launch(
     dtype: torch.dtype,
     aligned: tuple[bool, bool, bool],
 ) -> Launch:
-    """Return the launch of a packed tensor; ``dtype`` and ``aligned`` matter only to the kernel that it keeps."""
+    """Return the launch for a packed tensor; ``dtype`` and ``aligned`` only select the kernel that it caches."""
     from lightning_actprune.kernels.unpack import unpack_launch
 
     return unpack_launch(samples, kept, shape, features_first, block_size, bits, device)
@@ -347,7 +345,7 @@ LIBRARY.define(
     "ScalarType dtype) -> Tensor",
     tags=TAGS,
 )
-# One implementation for every device: it chooses between kernels and reference itself.
+# One implementation for every device: it chooses between kernels and plain torch itself.
 LIBRARY.impl("pack", as_operator(pack), "CompositeExplicitAutograd")
 LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
 LIBRARY.define("quantize(Tensor x, int block_size, int bits) -> Tensor", tags=TAGS)

@@ -1,53 +1,52 @@
-r"""Activation functions ``y = f(x)`` that keep their derivative, and in few bits.
+r"""Activation functions ``y = f(x)`` that store their derivative in few bits instead of their input.
 
-Backward needs ``f'(x)`` and nothing else, ``dx = f'(x) g``, and a derivative lies in a range that is known, ``[low,
-high]``. It is kept by subtractive dither as values are (``codec.formats``), without a scale or a header to store: of v
-bits, m = 2^v - 1, u_e uniform in (0, 1) and not stored::
+Backward needs only ``f'(x)``: ``dx = f'(x) g``. A derivative lies in a known range ``[low, high]``. It is stored with
+subtractive dither like values in ``codec.formats``, but without a scale or a header. With v bits, m = 2^v - 1, and u_e
+uniform in (0, 1) and not stored::
 
     q_e = floor((f'_e - start) / step + u_e)        in 0 .. m
     f'_e ~ start + step (q_e + 1/2 - u_e)           step = (high - low) (1 + 2^-11) / m,  start = low - step m 2^-12
 
-The error is uniform in +-step/2 whatever f' is, so also where f' is exactly 0 or 1: it is unbiased, and sums over rows
-cancel it. The range is wider than it must be by 2^-12 of it on either side, which is more than all roundings, so that
-no code has to be clamped.
+The error is uniform in +-step/2 for any f', also where f' is exactly 0 or 1. It is unbiased, so sums over rows cancel
+it. The range is wider than necessary by 2^-12 of it on either side. That exceeds all roundings, so no code has to be
+clamped.
 
-The dither is a hash of the position alone: nothing to seed, to save or to advance, the same in a resumed training,
-under ``torch.compile`` and in a replayed CUDA graph. Values are numbered in the order of memory, row
-``r = e // 8`` of ``ROW`` = 8 of them has one hash (``formats.mix``), and within a row the dithers are spread evenly::
+The dither is a hash of the position alone, so nothing has to be seeded, saved or advanced: it is the same in a resumed
+training, under ``torch.compile`` and in a replayed CUDA graph. Values are numbered in the order of memory. Row
+``r = e // 8`` of ``ROW`` = 8 values has one hash (``formats.mix``), which is spread evenly over the row::
 
     h = mix(r A)        u_e = ((h xor r(e mod 8)) + 1/2) / 2^n, of h and r the highest n = 22 - v bits
 
-where r(e) has the bits of e in reverse order. With 2^v added, u_e has 23 bits behind the point, as fp32 numbers have.
-A reader rounds once: ``z = q + 2^v + 1 - u`` is put together from bits, and ``shift + step z`` is one fused
-multiply-add, with ``shift = start + step (1/2 - 2^v - 1)``.
+where r(e) has the bits of e in reverse order. With 2^v added, a code and its dither fill the 23 bits of an fp32
+mantissa. A reader rounds once: it assembles ``z = q + 2^v + 1 - u`` from bits and computes ``shift + step z`` in one
+fused multiply-add, with ``shift = start + step (1/2 - 2^v - 1)``.
 
-Functions whose derivative takes two values only (ReLU and its like) take one bit, and are exact.
+Functions whose derivative takes only two values (such as ReLU) take one bit, and are exact.
 
-What is stored: the codes of a row in ``v`` bytes, lowest first, by planes as in ``codec.formats`` (three bits are two
-planes); a last row that is cut off is filled up with the codes of zeros. Then a byte for each ``RUN`` of 256 values,
-which is 1 if a derivative in it is not finite, else 0: these 256 are NaN when they are read, as a block with a NaN is
-elsewhere in this package. So whatever makes torch's ``dx`` NaN, such as a NaN in ``x``, or an Inf in that of a GELU,
-reaches ours, even where ``g`` is zero. Functions of one bit have no such bytes, and NaN goes where torch lets it.
+The codes of a row are stored in ``v`` bytes, lowest first, in planes as in ``codec.formats`` (three bits are two
+planes). A short last row is padded with the codes of zeros. Then follows one byte for each ``RUN`` of 256 values: it is
+1 if a derivative in the run is not finite, else 0. Such a run is read as NaN, as a block with NaN is elsewhere in this
+package. So everything that makes torch's ``dx`` NaN, such as NaN in ``x`` or Inf in that of a GELU, makes ours NaN,
+even where ``g`` is zero. Functions of one bit have no such bytes, and propagate NaN as torch does.
 
-All maths is done in fp32, whatever the type of ``x``. fp64 is refused, except where one bit is exact.
+All arithmetic is done in fp32 for any type of ``x``. fp64 is refused, except where one bit is exact.
 
-Forward is exact, and the codes are all that is saved for backward. A dense tensor is read in the order of its memory,
-whatever that is; one with gaps or overlaps is copied first. In place the output lies where the input did, as torch's
-in-place functions have it; nothing else needs that input. In no-grad mode, or if the input needs no gradient, a module
-is the dense one in every respect.
+Forward is exact and saves only the codes. A dense tensor is read in the order of its memory; one with gaps or overlaps
+is copied first. In place, the output overwrites the input as in torch's in-place functions, because nothing else needs
+that input. In no-grad mode, or if the input needs no gradient, a module behaves exactly as the dense one.
 
-**Dropout** keeps its mask in the same codes, one bit a value::
+**Dropout** stores its mask in the same format, one bit per value::
 
     y  = m x / (1 - p)        m of torch's own generator: the same numbers, the same output
     dx = m g / (1 - p)        exact, but for a gradient that is not finite where m is zero: 0 here, NaN in torch
 
-torch keeps a byte a value or, in place, a number of the type of ``x``. The mask is torch's, of the operator that the
-dense layer would call on that device (in place that is another one), so that also the generator is left in the same
-state. The byte mask lives until it is packed.
+torch stores a byte per value or, in place, a number of the type of ``x``. The mask is drawn by the operator that the
+dense layer would call on that device (in place, another one), so the generator ends in the same state too. The byte
+mask lives until it is packed.
 
-Under ``torch.compile`` dropout is left to the compiler, which fuses it, and may compute a mask again from its seed; so
-it is inside transforms and dispatch modes, and for tensor subclasses. Layers that drop whole channels keep nothing of
-the size of their input, and stay as they are.
+Under ``torch.compile``, dropout is left to the compiler, which fuses it and may compute a mask again from its seed. It
+is also torch's inside transforms and dispatch modes, and for tensor subclasses. Layers that drop whole channels store
+nothing of the size of their input, and stay dense.
 """
 
 from __future__ import annotations
@@ -87,14 +86,14 @@ if TYPE_CHECKING:
 ROW = 8
 """Values that share a hash; their codes of v bits are v bytes."""
 RUN = 256
-"""Values that are read as NaN together."""
+"""Values that become NaN together if one derivative is not finite."""
 DITHER_BITS = 22
-"""Bits of a code and of its dither together: a row has no header, and with 2^v added u has the 23 of fp32."""
+"""Bits of a code plus its dither. With the half, they fill the 23 bits of an fp32 mantissa; no scale needs any."""
 ONE_BIT = (1,)
 """The planes of derivatives with two values, and of masks."""
 TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 QUICK = 1.702
-"""Of the GELU by a sigmoid."""
+"""Constant of the GELU by a sigmoid."""
 
 
 # === Functions, and how their derivatives are stored ==================================================================
@@ -107,11 +106,11 @@ class Activation(NamedTuple):
 
     Args:
         forward: ``f(x, *parameters)`` as torch computes it.
-        derivative: ``f'(x, *parameters)`` of fp32 ``x``; of a function with two values, whether it is the higher one.
-        bounds: ``(low, high)`` for given parameters.
-        parameters: Names of the parameters, as those of the modules of torch.
-        exact: Whether the derivative takes the two values ``bounds`` only.
-        widens: Whether autocast on a GPU computes it in fp32.
+        derivative: ``f'(x, *parameters)`` of fp32 ``x``; if it takes two values, True for the higher one.
+        bounds: Returns ``(low, high)`` for the parameters.
+        parameters: Names of the parameters in torch's modules.
+        exact: True if the derivative takes only the two values ``bounds``.
+        widens: True if autocast on a GPU computes it in fp32.
     """
 
     forward: Callable[..., Tensor]
@@ -123,12 +122,12 @@ class Activation(NamedTuple):
 
 
 class StoredDerivative(NamedTuple):
-    """What is stored of a function's derivative; methods in place of properties, which torch 2.10 does not compile.
+    """How the derivative of a function is stored; it has methods, as torch 2.10 does not compile properties.
 
     Args:
         function: Name in ``ACTIVATIONS``.
-        parameters: Its parameters.
-        bits: Of a code; without a meaning where one bit is exact.
+        parameters: Parameters of the function.
+        bits: Bits of a code; unused where one bit is exact.
     """
 
     function: str
@@ -136,35 +135,35 @@ class StoredDerivative(NamedTuple):
     bits: int
 
     def exact(self) -> bool:
-        """Whether it is one bit."""
+        """Return True if one bit stores it exactly."""
         return ACTIVATIONS[self.function].exact
 
     def planes(self) -> tuple[int, ...]:
-        """The bits of each plane of codes, lowest first."""
+        """Return the bits of each plane of codes, lowest first."""
         return ONE_BIT if self.exact() else formats.PLANES[self.bits]
 
     def bounds(self) -> Pair:
-        """Least and largest derivative."""
+        """Return the least and the largest derivative."""
         return ACTIVATIONS[self.function].bounds(*self.parameters)
 
     def start_and_step(self) -> Pair:
-        """What code 0 stands for, and the distance of two codes, as fp32."""
+        """Return the value of code 0, and the distance of two codes, as fp32."""
         low, high = self.bounds()
-        most, margin = 2**self.bits - 1, 2.0**-12  # a global would be a compiler's symbol
+        most, margin = 2**self.bits - 1, 2.0**-12  # as a global, a compiler would make a symbol of it
         step = _rounded((high - low) * (1 + 2 * margin) / most)
         return _rounded(low - step * most * margin), step
 
     def shift(self) -> float:
-        """What is added to ``step (q + 2^v + 1 - u)``, as fp32."""
+        """Return the number that a reader adds to ``step (q + 2^v + 1 - u)``, as fp32."""
         start, step = self.start_and_step()
         return _rounded(start - step * (2**self.bits + 0.5))
 
     def stored_bytes(self, count: int) -> int:
-        """Return the bytes of ``count`` values."""
+        """Return the bytes stored for ``count`` values."""
         return -(-count // ROW) * sum(self.planes()) + (0 if self.exact() else -(-count // RUN))
 
     def function_constants(self) -> tuple[object, ...]:
-        """Return what kernels know of the function at compile time: its name and two parameters."""
+        """Return the compile-time constants of the function in kernels: its name and two parameters."""
         return self.function, *(*self.parameters, 0.0, 0.0)[:2]
 
     def forward_constants(self) -> tuple[object, ...]:
@@ -179,20 +178,20 @@ class StoredDerivative(NamedTuple):
 
 
 class StoredMask(NamedTuple):
-    """What is stored of a random mask: a bit a value, of what is not dropped but multiplied by ``factor``."""
+    """How a random mask is stored: one bit per value, 0 for dropped values and 1 for values times ``factor``."""
 
     factor: float
 
     def exact(self) -> bool:
-        """Whether it is one bit."""
+        """Return True: one bit is exact."""
         return True
 
     def planes(self) -> tuple[int, ...]:
-        """The bits of each plane."""
+        """Return the bits of each plane."""
         return ONE_BIT
 
     def bounds(self) -> Pair:
-        """By what values are multiplied."""
+        """Return the two factors."""
         return 0.0, self.factor
 
     def backward_constants(self) -> tuple[object, ...]:
@@ -201,7 +200,7 @@ class StoredMask(NamedTuple):
 
 
 def _rounded(x: float) -> float:
-    """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
+    """Return ``x`` rounded to fp32 by arithmetic (G. Veltkamp's), because a parameter may be a compiler's symbol."""
     shifted = x * (2.0**29 + 1)
     return shifted - (shifted - x)
 
@@ -246,7 +245,7 @@ def _between(x: Tensor, low: float, high: float) -> Tensor:
     return ~((x <= low) | (x >= high))
 
 
-# The GELU's extremes are where x^2 = 2; the others were found in fp64 and rounded away from the middle.
+# The GELU's extremes are where x^2 = 2. The other ones were computed in fp64, and rounded to widen the range.
 ACTIVATIONS = {
     "gelu": Activation(F.gelu, _gelu, lambda: (-0.1289043, 1.1289043)),
     "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh, lambda: (-0.1289931, 1.1289931)),
@@ -273,20 +272,20 @@ ACTIVATIONS = {
     ),
 }
 SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
-"""Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
+"""Functions without a kink that are one operation of torch, whose backward reads only the input."""
 
 
 # === Autograd =========================================================================================================
 
 
 class ActivationFunction(torch.autograd.Function):
-    """An activation function that keeps its derivative in few bits."""
+    """Autograd function of an activation function that stores its derivative in few bits."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool, eager: bool
     ) -> Tensor:
-        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
+        """Return ``f(x)`` in ``dtype``, and save the codes of its derivative."""
         # x and y of any shape, codes uint8 [bytes] in the order of their memory
         y, codes = activate_eagerly(x, stored, dtype, in_place) if eager else activate(x, stored, dtype)
         if in_place:
@@ -299,7 +298,7 @@ class ActivationFunction(torch.autograd.Function):
     @once_differentiable("a layer whose derivative is kept in few bits")
     def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor]:
         """Return the gradient of the input."""
-        (codes,) = ctx.saved_tensors
+        (codes,) = ctx.saved_tensors  # uint8 [bytes]; grad_output and dx shaped like x
         return (activation_grad(grad_output, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
 
 
@@ -307,13 +306,13 @@ _activation = applied(ActivationFunction)
 
 
 class DropoutFunction(torch.autograd.Function):
-    """Dropout that keeps its mask in one bit a value."""
+    """Autograd function of dropout that stores its mask in one bit per value."""
 
     backward = staticmethod(ActivationFunction.backward)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, in_place: bool, eager: bool) -> Tensor:
-        """Drop values of ``x`` with probability ``p``."""
+        """Drop values of ``x`` with probability ``p``, and save the packed mask."""
         # x, y and mask of one shape, codes uint8 [bytes] in the order of their memory
         if in_place:
             noise = torch.empty_like(x).bernoulli_(1 - p)
@@ -333,7 +332,7 @@ _dropout = applied(DropoutFunction)
 def activate_eagerly(
     x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return ``f(x)`` and what is stored by the kernel if that takes ``x``, in place if ``x`` is dense."""
+    """Return ``f(x)`` and the stored codes, by the kernel if it takes ``x``; in place only if ``x`` is dense."""
     y = x if in_place else torch.empty_like(x, dtype=dtype)
     dense = x if y.stride() == x.stride() else torch.empty_like(x).copy_(x)
     bound = _forward_launches[
@@ -357,12 +356,12 @@ def activation_grad(
     dtype: torch.dtype,
     eager: bool,
 ) -> Tensor:
-    """Return ``dx`` in ``dtype`` from ``g``, which may have any layout, and what was stored of ``x``.
+    """Return ``dx`` in ``dtype`` from the codes and ``grad``, the gradient of ``y`` in any layout.
 
-    ``strides`` are those of ``y`` and of ``dx``; ``eager``: kernels may run.
+    ``strides`` are those of ``y`` and ``dx``. Kernels may run only if ``eager``.
     """
     if eager:
-        # What is copied is aligned.
+        # A copy of the gradient, made if strides differ, is aligned.
         aligned = (grad.stride() != strides or is_aligned(grad)), is_aligned(codes)
         launch = _backward_launches[
             grad.shape, grad.dtype, dtype, grad.device, aligned, stored, forced_backend()
@@ -380,7 +379,7 @@ def activation_grad(
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Return what is stored of a dense bool ``mask``: a bit a value, in the order of memory."""
+    """Return the codes of a dense bool ``mask``, one bit per value in the order of memory."""
     count = mask.numel()
     flat = mask.as_strided((count,), (1,))
     launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
@@ -396,14 +395,14 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
+    """Return ``f(x)`` in ``dtype`` with torch's strides, and the stored codes, in plain torch."""
     y = ACTIVATIONS[stored.function].forward(x if x.dtype == dtype else x.to(dtype), *stored.parameters)
     y = y if y.dtype == dtype else y.to(dtype)
     return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
 
 
 def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
-    """Return what is stored of ``f'(x)``, of ``x [N]`` in the order of memory, as ``uint8 [bytes]``."""
+    """Return the codes of ``f'(x)``, ``uint8 [bytes]``, for ``x [N]`` in the order of memory."""
     rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[0] % ROW))
     derivative = ACTIVATIONS[stored.function].derivative(rows, *stored.parameters)
     if stored.exact():
@@ -417,21 +416,21 @@ def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
 
 
 def encode_mask(mask: Tensor) -> Tensor:
-    """Return what is stored of ``mask [N]``, bool, in the order of memory, as ``uint8 [bytes]``."""
+    """Return the codes of a bool ``mask [N]`` in the order of memory, ``uint8 [bytes]``."""
     return formats.join(F.pad(mask, (0, -mask.shape[0] % ROW)).to(torch.uint8).view(-1, ROW), 1).flatten()
 
 
 def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask, dtype: torch.dtype) -> Tensor:
-    """Return ``dx [N]`` in ``dtype`` from ``g [N]`` in the order of memory and what was stored."""
+    """Return ``dx [N]`` in ``dtype`` from ``grad [N]`` in the order of memory and its codes."""
     count = grad.shape[0]
     rows, planes = ceil_div(count, ROW), stored.planes()
-    q = formats.split_planes(codes, rows, ROW, planes).flatten()[:count]
+    q = formats.split_planes(codes, rows, ROW, planes).flatten()[:count]  # int32 [N]
     if isinstance(stored, StoredMask) or stored.exact():
         low, high = stored.bounds()
         wide = grad if grad.dtype == torch.float64 else grad.float()
         lower = wide * low if low else torch.zeros_like(wide)
         return torch.where(q == 1, wide * high, lower).to(dtype)
-    # Exact in fp64: product and sum are rounded once, as by the fused multiply-add of a kernel.
+    # Exact in fp64, so product and sum are rounded once, like the fused multiply-add of a kernel.
     z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
     derivative = (z * stored.start_and_step()[1] + stored.shift()).float()
     lost = codes[rows * sum(planes) :, None].expand(-1, RUN).reshape(-1)[:count] != 0
@@ -439,7 +438,7 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
 
 
 def dither(count: int, bits: int, device: torch.device) -> Tensor:
-    """Return the fp32 numbers ``u [count]`` of codes of so many bits; ``count`` is a multiple of ``ROW``."""
+    """Return the fp32 numbers ``u [count]`` for codes of ``bits`` bits; ``count`` is a multiple of ``ROW``."""
     numbers, places = torch.arange(count // ROW, device=device) * formats.SIGNED_PLACE, DITHER_BITS - bits
     return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
 
@@ -456,9 +455,9 @@ def _forward_launch(
     stored: StoredDerivative,
     backend: str | None,
 ) -> tuple[Launch, int] | None:
-    """Return the launch of an input, and the bytes that are stored.
+    """Return the launch for an input and the bytes that it stores, or ``None`` if no kernel takes the input.
 
-    Type of the output and alignment matter to the compiled kernel that the launch keeps.
+    The type of the output and the alignment only select the compiled kernel that the launch caches.
     """
     count = math.prod(shape)
     if not count or choose_backend(shape, x, device, ROW, 1) != "triton":
@@ -477,7 +476,7 @@ def _backward_launch(
     stored: StoredDerivative | StoredMask,
     backend: str | None,
 ) -> Launch | None:
-    """Return the launch of a gradient; its type and alignment matter to the compiled kernel that it keeps."""
+    """Return the launch for a gradient or ``None``; its type and alignment only select the kernel that it caches."""
     count = math.prod(shape)
     if not count or choose_backend(shape, out, device, ROW, 1) != "triton":
         return None
@@ -487,7 +486,7 @@ def _backward_launch(
 
 
 def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
-    """Return the launch of a mask; ``aligned`` matters to the compiled kernel that it keeps."""
+    """Return the launch for a mask or ``None``; ``aligned`` only selects the compiled kernel that it caches."""
     if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
         return None
     from lightning_actprune.kernels.activation import pack_mask_launch
@@ -504,28 +503,28 @@ _mask_launches = LaunchCache(_mask_launch)
 
 
 def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inplace: bool = False) -> Tensor:
-    """Apply an activation function that keeps its derivative, not its input, for backward, and in few bits.
+    """Apply an activation function that stores its derivative in few bits for backward instead of its input.
 
-    The output is exact. The input gradient is ``f'(x) g`` with an ``f'`` that is off by a random error of mean zero,
-    at most half a step of the codes, or, of functions whose derivative takes two values, is exact in one bit
-    (``operators.activation``). In no-grad mode, in a ``torch.func`` transform, while it is exported, or if ``x`` is
-    sparse or nested or needs no gradient, this is the function of torch.
+    The output is exact. The input gradient is ``f'(x) g``, where ``f'`` has a random error of mean zero and at most
+    half a step of the codes. Functions whose derivative takes two values are exact in one bit
+    (``operators.activation``). This is torch's function in no-grad mode, in a ``torch.func`` transform, during export,
+    and if ``x`` is sparse or nested or needs no gradient.
 
     Args:
         x: Input of any shape, in fp32 or 16 bits; where one bit is exact also in fp64.
         function: ``"gelu"``, ``"gelu_tanh"``, ``"quick_gelu"``, ``"silu"``, ``"mish"``, ``"sigmoid"``, ``"tanh"``,
             ``"softplus"``, ``"elu"``, ``"hardswish"``, or, in one bit, ``"relu"``, ``"relu6"``, ``"hardtanh"``,
             ``"leaky_relu"``, ``"hardsigmoid"``.
-        parameters: Those of the function, all of them: of softplus beta and threshold, of elu alpha, of hardtanh the
-            least and the largest value, of leaky_relu the slope.
-        bits: 2, 3, 4 or 8, of each value.
+        parameters: All parameters of the function: beta and threshold of softplus, alpha of elu, the least and the
+            largest value of hardtanh, the slope of leaky_relu.
+        bits: Bits of a stored derivative: 2, 3, 4 or 8.
         inplace: Write the output to ``x``.
 
     Returns:
-        ``f(x)``, laid out and typed as by torch (autocast included).
+        ``f(x)`` with the strides and type of torch's result (autocast included).
 
     Raises:
-        TypeError: If ``x`` is a DTensor or has no type that can be kept.
+        TypeError: If ``x`` is a DTensor, or its type is not supported.
         ValueError: If an argument is out of range.
 
     Example:
@@ -543,20 +542,20 @@ def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inpl
 
 
 def keeps_derivative(x: Tensor) -> bool:
-    """Return whether anything is kept of an activation function of ``x``."""
+    """Return True if an activation function stores a derivative for ``x``."""
     return x.requires_grad and may_compress(x)
 
 
 def compressed_activation(
     x: Tensor, stored: StoredDerivative, in_place: bool = False, widens: bool | None = None
 ) -> Tensor:
-    """Apply ``activation`` to an input that needs a gradient: the path of the modules.
+    """Apply ``activation`` to an input that needs a gradient, as modules do.
 
     Args:
         x: The input.
         stored: The function, and how its derivative is stored.
         in_place: Write ``f(x)`` to ``x``.
-        widens: Whether autocast on a GPU makes the output fp32; by default as torch's function of that name.
+        widens: True if autocast on a GPU makes the output fp32; by default as torch's function does.
     """
     check_input(x, stored, stored.exact())
     dtype = activated_dtype(x, stored, widens)
@@ -568,14 +567,14 @@ def compressed_activation(
 
 
 def activated_dtype(x: Tensor, stored: StoredDerivative, widens: bool | None = None) -> torch.dtype:
-    """Return the type of ``f(x)``: ``widens`` says whether autocast on a GPU makes it fp32, by default as torch's."""
+    """Return the type of ``f(x)``. With ``widens`` (default: as torch's function), autocast on a GPU makes it fp32."""
     if widens is None:
         widens = ACTIVATIONS[stored.function].widens
     return torch.float32 if widens and x.is_cuda and autocast_dtype(x) is not None else x.dtype
 
 
 def check_input(x: Tensor, stored: StoredDerivative, exact: bool) -> None:
-    """Raise if what a function needs of ``x`` cannot be kept; ``exact``: one bit is enough, whatever the type."""
+    """Raise if the derivative at ``x`` cannot be stored. If one bit is ``exact``, fp64 is allowed."""
     if isinstance(x, DTensor):
         raise TypeError(
             "A compressed activation function cannot take DTensors. HINT: leave the module as it is, or apply it to "
@@ -589,7 +588,7 @@ def check_input(x: Tensor, stored: StoredDerivative, exact: bool) -> None:
 
 
 def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredDerivative:
-    """Return what is stored of a function if there is one of that name, with such parameters, in so many bits."""
+    """Return the arguments of ``activation`` as a ``StoredDerivative``, or raise if one is out of range."""
     if function not in ACTIVATIONS:
         raise ValueError(f"`function` must be one of {', '.join(map(repr, ACTIVATIONS))}, got {function!r}.")
     names = ACTIVATIONS[function].parameters
@@ -607,7 +606,7 @@ def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredD
 
 
 def keeps_mask(x: Tensor, p: float) -> bool:
-    """Return whether a mask is kept of ``x``, and can be in one bit; without, dropout is torch's in every respect."""
+    """Return True if dropout stores a packed mask for ``x``; otherwise it is torch's in every respect."""
     if not (0.0 < p < 1.0 and x.requires_grad and may_compress(x) and in_plain_eager_mode(x)):
         return False
     return x.is_floating_point() and x.numel() > 0
@@ -617,22 +616,22 @@ def keeps_mask(x: Tensor, p: float) -> bool:
 
 
 class CompressedActivation(CompressedLayer):
-    """Mixin of activation functions, first among the bases; parameters are attributes, named as those of torch.
+    """Mixin of activation functions, first among the bases; parameters are attributes with the names of torch.
 
     Raises:
-        TypeError: If the input is a DTensor, or, where its derivative takes more than two values, fp64.
+        TypeError: If the input is a DTensor, or is fp64 and the derivative takes more than two values.
     """
 
     operator = "activation"
     function: ClassVar[str]
     """Name in ``ACTIVATIONS``."""
     widens: ClassVar[bool | None] = None
-    """Whether autocast on a GPU makes the output fp32; ``None`` for as torch's function does."""
+    """True if autocast on a GPU makes the output fp32; ``None`` to do as torch's function."""
     inplace: bool = False
 
     @classmethod
     def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
-        """Return what is stored of the function of ``module``, which may be dense, in so many bits."""
+        """Return the ``StoredDerivative`` of ``module``, which may be dense, with ``bits`` bits."""
         parameters = [float(getattr(module, name)) for name in ACTIVATIONS[cls.function].parameters]
         return StoredDerivative(cls.function, tuple(parameters), bits)
 
@@ -643,13 +642,13 @@ class CompressedActivation(CompressedLayer):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: itself where backward, traced, would read an output or an input with a kink."""
+        """The layer's own operators if the dense backward reads an output, or an input near a kink; else marked."""
         return "marked" if self.stored_by(self, 8).function in SMOOTH else "own"
 
     def _dense_forward(
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return what the dense layer does; what works in place writes to its input, and not to a mark of it."""
+        """Run the dense layer; if it works in place, on its input itself and not on a marked one."""
         if self.inplace:
             return dense.forward(self, *args, **kwargs)
         return super()._dense_forward(dense, state, args, kwargs)
@@ -662,12 +661,12 @@ class CompressedActivation(CompressedLayer):
         return compressed_activation(input, stored, self.inplace, self.widened_by(self))
 
     def describe(self) -> str:
-        """Return the bits: there are no blocks."""
+        """Return the bits; there are no blocks."""
         return f"bits={self.bits}"
 
 
 class ExactActivation(CompressedActivation):
-    """Mixin of those whose derivative takes two values: one bit, whatever the bits."""
+    """Mixin of functions whose derivative takes two values: one bit for any setting of bits."""
 
     one_bit = True
 
@@ -683,7 +682,7 @@ class CompressedGELU(CompressedActivation, nn.GELU):
 
     @classmethod
     def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
-        """Return what is stored of the function of ``module``."""
+        """Return the ``StoredDerivative`` of ``module``, exact or by tanh."""
         return StoredDerivative("gelu" if module.approximate == "none" else "gelu_tanh", (), bits)
 
 
@@ -724,7 +723,7 @@ class CompressedReLU(ExactActivation, nn.ReLU):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: the pass keeps the signs of what the dense one keeps all of."""
+        """The dense layer: the compiled pass stores only the signs of the output, which its backward reads."""
         return "dense"
 
 
@@ -753,13 +752,13 @@ class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
 
 
 class CompressedSigmoid(CompressedActivation, nn.Sigmoid):
-    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
+    """``nn.Sigmoid`` as a gate. Alone it stays dense: torch saves its output, which the next layer saves too."""
 
     dense_class, function = nn.Sigmoid, "sigmoid"
 
 
 class CompressedDropout(CompressedLayer, nn.Dropout):
-    """``nn.Dropout`` that keeps its mask in one bit a value, whatever the bits."""
+    """``nn.Dropout`` that stores its mask in one bit per value for any setting of bits."""
 
     operator = "activation"
     one_bit = True
@@ -767,11 +766,11 @@ class CompressedDropout(CompressedLayer, nn.Dropout):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: it keeps a seed, and no mask."""
+        """The dense layer: a compiler saves a seed and no mask."""
         return "dense"
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input without the values that are dropped, the others scaled up."""
+        """Return the input with dropped values set to zero and the others scaled up."""
         if not self.training or not keeps_mask(input, self.p):
             return super().forward(input)
         return cast(Tensor, _dropout(input, self.p, self.inplace))
@@ -782,12 +781,12 @@ class CompressedDropout(CompressedLayer, nn.Dropout):
 
 
 class ForeignActivation(CompressedActivation):
-    """Mixin for functions of other packages that torch has as one operation, whatever they are written with."""
+    """Mixin for functions of other packages that torch has as one operation, however they are written."""
 
     def _dense_forward(
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return ``f(input)`` by torch's operation, whose backward needs the input alone, which is marked."""
+        """Return ``f(input)`` by torch's operation: its backward reads only the input, which is marked."""
         if not torch.is_grad_enabled():
             return super()._dense_forward(dense, state, args, kwargs)
         (x,) = *args, *kwargs.values()
@@ -796,13 +795,13 @@ class ForeignActivation(CompressedActivation):
 
 
 class ForeignGELU(ForeignActivation):
-    """Mixin for GELUs of other packages; that in Python is the same function."""
+    """Mixin for GELUs of other packages; the one written in Python is the same function."""
 
     function = "gelu"
 
 
 class ForeignGELUTanh(ForeignActivation):
-    """Mixin for GELUs by tanh that are one operator of torch, or products of ``x``."""
+    """Mixin for GELUs by tanh that are one operator of torch, or written with products of ``x``."""
 
     function = "gelu_tanh"
 
@@ -814,11 +813,11 @@ class TransformersWrittenGELUTanh(ForeignActivation):
 
 
 class TransformersEitherGELUTanh(ForeignGELUTanh):
-    """Mixin for ``GELUTanh``, which is one operator of torch or, if asked to, written with ``torch.pow``."""
+    """Mixin for ``GELUTanh``, which is one operator of torch or, on request, written with ``torch.pow``."""
 
     @classmethod
     def widened_by(cls, module: Any) -> bool:
-        """Return whether it is written out."""
+        """Return True if the module is written with ``torch.pow``."""
         return not isinstance(module.act, functools.partial)
 
 
@@ -859,7 +858,7 @@ _FUNCTIONS: dict[type[nn.Module], type[CompressedActivation]] = {
     )
 }
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {**_FUNCTIONS, nn.Dropout: CompressedDropout}
-"""Of each class of torch, what it becomes."""
+"""The compressed class of each class of torch."""
 FOREIGN: dict[tuple[str, str], type[CompressedActivation]] = {
     ("transformers.activations", name): mixin
     for name, mixin in (
@@ -879,11 +878,11 @@ FOREIGN |= {
     ("timm.layers.activations", "GELUTanh"): ForeignGELUTanh,
     ("timm.layers.activations", "QuickGELU"): ForeignQuickGELU,
 }
-"""Of each class of another package, by module and name, the mixin of what it becomes."""
+"""The mixin for each class of another package, by module and name."""
 
 
 def activation_class(cls: type[nn.Module]) -> type[CompressedActivation] | None:
-    """Return what knows the function of modules of exactly this class, which may be a compressed one."""
+    """Return the mixin or class for the function of modules of exactly this class, which may be a compressed one."""
     cls = torch_class(cls)
     if cls is nn.Sigmoid:
         return CompressedSigmoid

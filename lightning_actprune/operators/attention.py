@@ -1,13 +1,13 @@
-"""``nn.MultiheadAttention`` whose projections keep their inputs packed for backward.
+"""``nn.MultiheadAttention`` whose projections save their inputs packed for backward.
 
-torch's attention never calls its projections as layers: ``F.multi_head_attention_forward`` hands their weights, or rows
-of them, to ``F.linear``. That code runs here unchanged, but in a copy of its namespace in which ``linear`` is ours and
-takes a ``Projection`` for a weight. Masks, returned weights, ``bias_k``, ``add_zero_attn``, checks and random numbers
-are thus torch's own. A ``TorchFunctionMode`` cannot do it: it is told of ``multi_head_attention_forward`` as one call
-and is off while that runs.
+torch's attention never calls its projections as layers: ``F.multi_head_attention_forward`` passes their weights, or
+rows of them, to ``F.linear``. That code runs here unchanged, but in a copy of its namespace in which ``linear`` is ours
+and takes a ``Projection`` as weight. Masks, returned weights, ``bias_k``, ``add_zero_attn``, checks and random numbers
+are thus torch's own. A ``TorchFunctionMode`` cannot replace ``linear``: it sees ``multi_head_attention_forward`` as one
+call and is off while that runs.
 
-Inside, the samples are the second dimension, ``[T, N, E]``, and the output projection sees ``[T * N, E]``. Both are
-multiplied as torch does it, and packed as ``[N, T, E]``, so that the blocks of one sample compete: a view, not a copy.
+Inside, samples are the second dimension, ``[T, N, E]``, and the output projection gets ``[T * N, E]``. Both are
+multiplied as torch does it and packed as ``[N, T, E]``, a view, so that the blocks of one sample compete.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear, CompressedLinear, compressed_linear, compresses
 
-# === Projections in the place of weights ==============================================================================
+# === Projections passed as weights ====================================================================================
 
 
 class Projection:
-    """The weight of a projection, or some rows of it, in the place of that weight.
+    """The weight of a projection, or some of its rows, passed to torch's attention in place of the weight.
 
     Args:
-        layer: Whose settings count.
+        layer: The layer that has the settings.
         weight: ``[out_features, in_features]``.
         samples: Samples ``N`` in an input ``[T, N, E]`` or ``[T * N, E]``.
     """
@@ -55,15 +55,15 @@ class Projection:
         return self.weight.shape
 
     def blocks(self, x: Tensor) -> Blocks:
-        """Return how an input as it lies is cut into blocks and stored."""
+        """Return the ``Blocks`` into which an input ``[T, N, E]`` is cut."""
         return self.layer._state.of(x, turned=True)[1]
 
     def chunk(self, chunks: int) -> list[Projection]:
-        """Return so many equal parts of the rows."""
+        """Return ``chunks`` equal parts of the rows."""
         return [Projection(self.layer, rows, self.samples) for rows in self.weight.chunk(chunks)]
 
     def split(self, sizes: list[int]) -> list[Projection]:
-        """Return parts of so many rows."""
+        """Return parts of the rows of these sizes."""
         return [Projection(self.layer, rows, self.samples) for rows in torch.split(self.weight, sizes)]
 
     def with_samples(self, x: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class Projection:
         return x if x.dim() == 3 else x.view(x.shape[0] // max(self.samples, 1), self.samples, x.shape[-1])
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""
+        """Return ``F.linear(x, weight, bias)``, and save ``x`` as the layer's settings say."""
         parts, blocks = self.layer._state.of(x, turned=True)
         if not compresses(x, self.weight, parts, blocks):
             return F.linear(x, self.weight, bias)
-        # Of a view with the batch first, torch makes the same copy, and keeps it.
-        turned = self.with_samples(x)
+        # If the batch is first in memory, torch makes and saves the same contiguous copy.
+        turned = self.with_samples(x)  # [T, N, E]
         rows = turned.contiguous()
         if rows is not turned and not torch.compiler.is_compiling():
             remember_copy(rows, turned)
@@ -85,26 +85,26 @@ class Projection:
 
 
 class Watcher(Protocol):
-    """Somebody who wants to know of projections, which are no module calls that a hook would see."""
+    """Observer of projections, which are no module calls and so have no hooks."""
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
-        """Act on a projection of ``x`` that is about to be computed."""
+        """Called before a projection of ``x`` is computed."""
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
-        """Act on its end, with its output, or by an exception."""
+        """Called after a projection with its output, or with ``None`` after an exception."""
 
 
 watchers: list[Watcher] = []
-"""Told of every projection that is not compiled."""
+"""Observers of every projection that is not compiled."""
 
 
 def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) -> Tensor:
-    """Stand in for ``F.linear``."""
+    """Replace ``F.linear`` inside torch's attention."""
     if not isinstance(weight, Projection):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() or not watchers:
         return weight.linear(x, bias)
-    told = tuple(watchers)  # other threads add and remove theirs
+    told = tuple(watchers)  # a copy, because other threads add and remove theirs
     for watcher in told:
         watcher.enter_projection(weight, x)
     y = None
@@ -122,14 +122,14 @@ _CHECK = "_check_key_padding_mask"
 
 
 def _checked(check: Callable[..., None], *arguments: Any) -> None:
-    """Check a mask by its shape, but not while a compiler traces: it cannot write down what the error would say."""
+    """Check the shape of a mask, but not while a compiler traces: it cannot trace the text of the error."""
     if not torch.compiler.is_compiling():
         check(*arguments)
 
 
 def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return ``F.multi_head_attention_forward``, for which, and for what it calls, ``linear`` is another function."""
-    # The compiler looks names up in the module of that name, if there is one.
+    """Return ``F.multi_head_attention_forward`` with ``linear`` replaced in it and in the functions that it calls."""
+    # Without `__name__`, because the compiler would look names up in the module of that name.
     scope = {name: value for name, value in vars(F).items() if name != "__name__"}
     scope["linear"] = linear
     for name, value in vars(F).items():
@@ -146,10 +146,10 @@ _attention = _attention_with(_linear)
 
 @functools.cache
 def routing_refusal() -> str | None:
-    """Return why projections cannot be routed in the attention of this version of torch, ``None`` if they can.
+    """Return the reason why projections cannot be routed in this version of torch's attention, or ``None``.
 
-    It is tried: with one input, with two, and with weights of their own, our function is to compute each projection,
-    and the result is to be torch's.
+    This is tried with one input, with two, and with separate weights: our function must compute each projection, and
+    the result must equal torch's.
     """
     rows: list[int] = []
 
@@ -166,7 +166,7 @@ def routing_refusal() -> str | None:
             rows.clear()
             try:
                 same = torch.equal(_tried(routed, inputs, True), _tried(F.multi_head_attention_forward, inputs, False))
-            except Exception as error:  # whatever code that is not known raises if it is given no tensor
+            except Exception as error:  # unknown code may raise anything if a weight is no tensor
                 return f"{reason} ({error})"
             if not same or sum(rows) != 4 * _SIZE:
                 return reason
@@ -174,15 +174,15 @@ def routing_refusal() -> str | None:
 
 
 _SIZE = 2
-"""Features of a small attention."""
+"""Features of the small attention that is tried."""
 
 
 def _tried(function: Callable[..., Any], inputs: tuple[int, ...], projected: bool) -> Tensor:
-    """Return what ``function`` makes of two small inputs, and of projections or plain weights."""
+    """Return the result of ``function`` for two small inputs, with projections or plain weights."""
     given = torch.arange(6.0 * _SIZE, device="cpu").sin().view(2, 3, 1, _SIZE)
     weights = torch.arange(4.0 * _SIZE * _SIZE, device="cpu").cos().view(4 * _SIZE, _SIZE)
     made = [weights[: 3 * _SIZE], *torch.split(weights, _SIZE)]
-    joint, query, key, value, out = [Projection(None, weight, 1) if projected else weight for weight in made]  # type: ignore[arg-type]  # the layer is for settings
+    joint, query, key, value, out = [Projection(None, weight, 1) if projected else weight for weight in made]  # type: ignore[arg-type]  # the layer only has settings
     separate = inputs[0] != inputs[1] != inputs[2]
     options = {"q_proj_weight": query, "k_proj_weight": key, "v_proj_weight": value} if separate else {}
     head = _SIZE, 1, None if separate else joint, None, None, None, False, 0.0, out, None
@@ -191,7 +191,7 @@ def _tried(function: Callable[..., Any], inputs: tuple[int, ...], projected: boo
 
 
 def _batch_second(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs ``[N, T, E]`` as ``[T, N, E]``; which of them are one tensor decides how they are projected."""
+    """Return the inputs ``[N, T, E]`` as ``[T, N, E]``; equal inputs stay one tensor, which torch projects at once."""
     turned_key = key.transpose(0, 1)
     turned_value = turned_key if value is key else value.transpose(0, 1)
     return turned_key if query is key else query.transpose(0, 1), turned_key, turned_value
@@ -207,22 +207,22 @@ def projection_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
 
 
 class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` that lets compressed projections keep their inputs; made by ``convert``.
+    """``nn.MultiheadAttention`` that lets compressed projections save their inputs packed; made by ``convert``.
 
-    This class compresses for the output projection if that is a compressed layer, ``CompressedMultiheadAttention`` also
-    for the in-projection. Same parameters, ``state_dict``, arguments and results as ``nn.MultiheadAttention``. In
-    no-grad mode and with frozen projections its forward is that one's, fast paths included.
+    This class compresses the output projection if that is a compressed layer, ``CompressedMultiheadAttention`` also the
+    in-projection. Parameters, ``state_dict``, arguments and results are those of ``nn.MultiheadAttention``. In no-grad
+    mode and with frozen projections its forward is that of the dense class, fast paths included.
     """
 
     dense_class = nn.MultiheadAttention
     operator: ClassVar[Operator] = "linear"
     projects: ClassVar[bool] = False
-    """Whether the in-projection is compressed."""
-    always_own = True  # the dense one calls no projection
+    """True if the in-projection is compressed."""
+    always_own = True  # the dense forward calls no projection
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
-        """Return why no attention can be routed."""
+        """Return the reason not to compress any attention, or ``None``."""
         return routing_refusal()
 
     def describe(self) -> str:
@@ -240,7 +240,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention output and, if asked for, its weights, as ``nn.MultiheadAttention`` does."""
+        """Return the attention output and, on request, its weights, as ``nn.MultiheadAttention`` does."""
         options: dict[str, Any] = {
             "key_padding_mask": key_padding_mask,
             "need_weights": need_weights,
@@ -262,7 +262,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what torch's attention does of ``[T, N, E]`` or ``[T, E]``."""
+        """Return the results of torch's attention for ``[T, N, E]`` or ``[T, E]``."""
         samples = query.shape[1] if query.dim() == 3 else 1
 
         def projection(layer: nn.Module, weight: Tensor | None) -> Tensor | Projection | None:
@@ -294,23 +294,23 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
 
 
 class CompressedMultiheadAttention(CompressedLinear, RoutedMultiheadAttention):
-    """Attention whose in-projection packs what it keeps of query, key and value; made by ``convert``.
+    """Attention whose in-projection saves query, key and value packed; made by ``convert``.
 
-    Output, attention weights and all gradients but that of the in-projection's weight are exact; that one is computed
-    from the kept blocks (arXiv:2311.16883). What is one tensor to torch is packed once: self-attention packs its input,
-    attention over an encoder's output packs query and key, three different tensors are three packs.
+    Output, attention weights and all gradients but that of the in-projection's weight are exact. That gradient is
+    computed from the kept blocks (arXiv:2311.16883). A tensor that torch projects once is packed once: self-attention
+    packs its input, attention over an encoder's output packs query and key, three different tensors are three packs.
     """
 
     dense_class = RoutedMultiheadAttention
     projects = True
 
     def describe(self) -> str:
-        """Return how the in-projection is kept."""
+        """Return the settings of the in-projection."""
         return CompressedLayer.describe(self)
 
 
 class CompressedOutProjection(ActivationPrunedLinear, NonDynamicallyQuantizableLinear):
-    """Output projection of an attention module, which uses its weight and its settings; made by ``convert``."""
+    """Output projection of an attention module, which reads its weight and settings; made by ``convert``."""
 
     dense_class = NonDynamicallyQuantizableLinear
 

@@ -1,36 +1,36 @@
-r"""Batch and group normalisation whose normalised values are kept quantized.
+r"""Batch and group normalisation that store their normalised input quantized.
 
-A tensor ``[N, C, ...]`` is read in the order of its memory, as ``[images, channels, length]``: contiguous, an image has
-C channels of so many pixels; channels last, every pixel is an image of C channels of one value. The values of a
-channel, in all images, share a mean, a scale and a shift. Groups are cut alike: as ``[1, N G, C/G pixels]`` for the
-statistics, as ``[1, N C, pixels]`` for all else. Of a set of n values that have one mean (a channel; a group)::
+A tensor ``[N, C, ...]`` is read in the order of its memory, as ``[images, channels, length]``. If it is contiguous, an
+image has C channels of its pixels; with channels last, every pixel is an image with C channels of one value. All values
+of a channel, in all images, share a mean, a scale and a shift. With groups, statistics read ``[1, N G, C/G pixels]``
+and all else reads ``[1, N C, pixels]``. For a set of n values with one mean (a channel or a group)::
 
     x^ = (x - mean) rstd,  rstd = 1 / sqrt(var + eps)
     y  = x^ w + b
 
     grad_b = sum g     grad_w = sum g x^     grad_x = rstd (g w - sum(g w)/n - x^ sum(g w x^)/n)
 
-the first two over the values of a channel, the last over those of the set. As in ``operators.norm``, backward reads x~,
-which is what is stored of x^, and what that costs is the same, with n in place of the length of a row.
+The first two sums are over the values of a channel, the last over those of the set. As in ``operators.norm``, backward
+reads x~, the stored x^, and the errors are the same, with n in place of the length of a row.
 
-Blocks are ``block_size`` values one after another in memory, wherever channels end: x^ has the same size everywhere, so
-that a block may hold values of several channels, and none is cut off but the last of the tensor. Hence a NaN or Inf,
-which makes x^ of all its set NaN, makes NaN what is read of other channels too: channels last, of those that share
-its blocks, else of the next channel's first and last values.
+Blocks are ``block_size`` consecutive values in memory, and ignore where channels end: x^ has the same magnitude
+everywhere, so a block may hold values of several channels, and only the last block of the tensor is short. A NaN or Inf
+makes x^ of its whole set NaN; other channels are then read as NaN where they share a block with that set. With channels
+last these are all channels in its blocks, else the neighbouring channels' first and last values.
 
-Saved for backward: x^ quantized, three numbers in fp32 for each set, and the weight as it is. torch keeps the input as
-it is and two such numbers. Statistics are in fp32; the variance is never a difference of large sums.
+Saved for backward: x^ quantized, three fp32 numbers for each set, and the weight itself. torch saves the input itself
+and two such numbers. Statistics are in fp32; the variance is never a difference of large sums.
 
-With statistics that are given, as those of batch normalisation in eval mode, the normalised input is needed for the
-gradient of the weight alone: ``grad_x = g w rstd`` is exact. If the weight is frozen too, one number a channel is kept.
+With fixed statistics, such as those of batch normalisation in eval mode, only the gradient of the weight needs the
+normalised input: ``grad_x = g w rstd`` is exact. If the weight is frozen too, one number per channel is saved.
 
-In plain eager mode on a GPU kernels do it, by launches that are looked up. Running statistics in fp32 then move on in
-the launch that merges the statistics of the batch, and a ReLU that follows is part of the passes that there are: its
-bits are stored with the values. Everything else runs the plain-torch form.
+In plain eager mode on a GPU, kernels run by cached launches. The launch that merges the statistics of the batch also
+updates fp32 running statistics, and a ReLU behind the norm is fused into the same kernels: its bits are stored with the
+values. Everything else runs in plain torch.
 
-torchvision's ResNet blocks compute what they always have. Where a compressed norm is followed by a compressed ReLU,
-neither is called: the kernels that normalise apply the ReLU too. The results are those of the two layers, bit for bit.
-Both are called where anybody might see the difference, as hooks on either do, and where the kernels do not normalise.
+torchvision's ResNet blocks compute the same as before. If a compressed norm is followed by a compressed ReLU, neither
+module is called: the kernels that normalise apply the ReLU too, with the same results bit for bit. Both are called if
+anybody could see the difference, as hooks on either do, and if the kernels do not take the tensors.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ if TYPE_CHECKING:
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch, ChannelNormLaunch, Stored
 
 
-# === What is computed, and what backward has to know ==================================================================
+# === Settings, and constants for backward =============================================================================
 
 
 class ChannelSetting(NamedTuple):
-    """What is computed, and how it is stored.
+    """Settings of the normalisation and of its storage.
 
     Args:
         groups: Groups of channels; 0 for batch normalisation.
         eps: Added to the variance.
-        block_size: Values per block, not yet cut to the tensor.
+        block_size: Values per block; a smaller tensor shortens it.
         bits: Bits of a stored value.
-        relu: Whether negative outputs are zero, which only the kernels do.
+        relu: True if negative outputs become zero, which only the kernels do.
     """
 
     groups: int
@@ -92,7 +92,7 @@ class ChannelSetting(NamedTuple):
     relu: bool = False
 
     def cut_to(self, count: int) -> ChannelSetting:
-        """Return the setting for so many values."""
+        """Return the setting for ``count`` values."""
         return self._replace(block_size=max(1, min(self.block_size, count)))
 
 
@@ -103,7 +103,7 @@ class Running(NamedTuple):
         mean: fp32 or 16 bits, ``[C]``, or ``None``.
         var: As ``mean``.
         batches: Number of batches, or ``None``.
-        momentum: Share of a batch; ``None``: all batches count the same.
+        momentum: Weight of a new batch; ``None``: all batches have the same weight.
     """
 
     mean: Tensor | None
@@ -113,7 +113,7 @@ class Running(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the memory of a tensor is cut: ``[images, channels, length]``."""
+    """The dimensions in which the memory of a tensor is read: ``[images, channels, length]``."""
 
     images: int
     channels: int
@@ -121,16 +121,16 @@ class Cut(NamedTuple):
 
 
 class ChannelLayout(NamedTuple):
-    """What backward has to know of forward, besides tensors.
+    """Constants that backward needs from forward.
 
     Args:
-        setting: With blocks cut to the tensor.
-        shape: Of input and output.
-        strides: Of the input as it was read.
-        cut: How that was cut.
-        last: Whether it was read with its channels last.
-        fixed: Whether statistics were given.
-        types: Those of input, weight and bias, ``None`` where there is none.
+        setting: Settings, with blocks cut to the tensor.
+        shape: Shape of input and output.
+        strides: Strides of the input as it was read.
+        cut: The dimensions in which it was read.
+        last: True if it was read with channels last.
+        fixed: True if the statistics were fixed.
+        types: Types of input, weight and bias, ``None`` for a missing parameter.
     """
 
     setting: ChannelSetting
@@ -143,16 +143,16 @@ class ChannelLayout(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of input, weight and bias."""
+"""Gradients of input, weight and bias."""
 Needed = tuple[bool, bool, bool]
-"""Which of them are."""
+"""Which gradients of input, weight and bias are needed."""
 
 
 # === Autograd =========================================================================================================
 
 
 class ChannelNormFunction(torch.autograd.Function):
-    """Batch or group normalisation that keeps its normalised input quantized."""
+    """Autograd function of batch or group normalisation that saves its normalised input quantized."""
 
     @staticmethod
     def forward(
@@ -166,9 +166,9 @@ class ChannelNormFunction(torch.autograd.Function):
         running: Running | None,
         eager: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the exact output in ``dtype``, and move ``running`` on.
+        """Return the exact output in ``dtype``, and update ``running``.
 
-        Not in eager mode: there the statistics of the batch are returned too, and nothing is moved.
+        Without ``eager``, the statistics of the batch are returned too, and ``running`` is not updated.
         """
         # x [N, C, ...], weight and bias [C], fixed and statistics [3, sets]: mean, rstd and variance
         bound = find_launch(x, weight, bias, fixed, setting, dtype, running) if eager else None
@@ -183,7 +183,7 @@ class ChannelNormFunction(torch.autograd.Function):
             with on_device_of(x):
                 y, values, statistics = launch(x, weight, bias, fixed, moved)
         if eager and running is not None and moved is None:
-            move(running, statistics, x)  # before anything is saved: there a checkpoint that runs again may stop
+            move(running, statistics, x)  # before saving, because a checkpoint that runs again may stop there
         ctx.save_for_backward(values, statistics, weight)
         if x.device.type == "cpu":
             y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
@@ -197,7 +197,7 @@ class ChannelNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable("a normalisation layer that keeps its input quantized")
     def backward(ctx: Any, eager: bool, grad_output: Tensor, *_: Tensor | None) -> Gradients:
-        """Return the gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias from ``grad_output [N, C, ...]``."""
         values, statistics, weight = ctx.saved_tensors  # the bytes of x~, [3, sets], [C]
         compute = _launch_grad if eager and ctx.launched and may_launch(grad_output) else normalize_grad
         return compute(grad_output, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
@@ -209,9 +209,9 @@ _channel_norm = applied(ChannelNormFunction)
 def _laid_out(
     y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, eps: float, eager: bool
 ) -> Tensor:
-    """Return the output of a batch norm as torch's own lies in memory on a GPU.
+    """Return the output of a batch norm with the strides of torch's own on a GPU.
 
-    Kernels of torch leave it as ``x`` lies, cuDNN has it in order or with the channels of images last.
+    Kernels of torch write it with the strides of ``x``; cuDNN writes it contiguous or with the channels of images last.
     """
     if x.is_contiguous():
         return y
@@ -224,7 +224,7 @@ def _laid_out(
 
 
 def _of_parameters(sums: Tensor, layout: ChannelLayout, needed: Needed) -> tuple[Tensor | None, Tensor | None]:
-    """Return those of the sums ``[2, C]`` that are needed, in the types of the parameters."""
+    """Return the gradients of weight and bias from ``sums [2, C]`` in their own types, ``None`` if not needed."""
     of_weight, of_bias = (
         as_dtype(total, dtype) if wanted and dtype is not None else None
         for total, dtype, wanted in zip(sums, layout.types[1:], needed[1:], strict=True)
@@ -233,9 +233,9 @@ def _of_parameters(sums: Tensor, layout: ChannelLayout, needed: Needed) -> tuple
 
 
 class FrozenBatchNormFunction(torch.autograd.Function):
-    """Batch normalisation in eval mode with a weight that needs no gradient: keeps what its input is multiplied by.
+    """Batch normalisation in eval mode with a frozen weight: it saves only the factors ``[C]`` of its input.
 
-    Its gradients have derivatives of their own, which is why it does without the frame of the other functions.
+    Its gradients are differentiable themselves, so it uses neither ``applied`` nor ``once_differentiable``.
     """
 
     @staticmethod
@@ -248,8 +248,8 @@ class FrozenBatchNormFunction(torch.autograd.Function):
         var: Tensor,
         eps: float,
     ) -> Tensor:
-        """Compute what torch computes."""
-        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)
+        """Return torch's output."""
+        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)  # [C]
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)
         ctx.save_for_backward(scale if weight is None else scale * weight)
@@ -259,15 +259,15 @@ class FrozenBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of input and bias."""
-        if grad_output is None:  # of an output on which nothing depends
+        if grad_output is None:  # the loss does not depend on the output
             return (None,) * 6
-        (scale,) = ctx.saved_tensors
+        (scale,) = ctx.saved_tensors  # [C]
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             scale = scale.view(-1, *[1] * (grad_output.dim() - 2))
             if torch.is_grad_enabled() or not in_plain_eager_mode(grad_output):
                 grad_x = (grad_output * scale).to(ctx.dtype)
-            else:  # in one pass
+            else:  # in one kernel
                 grad_x = torch.mul(grad_output, scale, out=torch.empty_like(grad_output, dtype=ctx.dtype))
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum([0, *range(2, grad_output.dim())], dtype=scale.dtype).to(ctx.bias)
@@ -285,7 +285,7 @@ def _normalized(
     setting: ChannelSetting,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, ChannelLayout]:
-    """Return output, values, statistics, and what backward has to know besides, in plain torch."""
+    """Return output, values, statistics and layout, in plain torch."""
     setting = setting.cut_to(x.numel())
     check_storable(x, setting.bits, ceil_div(x.numel(), setting.block_size), setting.block_size)
     last = reads_last(x, setting.groups)
@@ -300,22 +300,22 @@ def _normalized(
 def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, fixed: Tensor | None, setting: ChannelSetting, cut: Cut
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each channel over all else, or each group of channels of an image, in plain torch.
+    """Normalise each channel, or each group of channels of an image, in plain torch.
 
     Args:
         x: In the order of memory, in fp32.
         weight: ``[C]`` or ``None``.
         bias: ``[C]`` or ``None``.
-        fixed: ``statistics`` to take instead of those of ``x``, whose gradient they are no part of.
-        setting: What is computed, with blocks cut to the tensor.
-        cut: How memory is cut into channels.
+        fixed: ``statistics`` to use instead of those of ``x``; no gradient flows through them.
+        setting: Settings, with blocks cut to the tensor.
+        cut: The dimensions in which memory is read.
 
     Returns:
-        The output in fp32, cut as memory is, the bytes of all blocks, and ``statistics [3, sets]`` in fp32: mean, rstd
-        and unbiased variance.
+        The output in fp32 in the dimensions of ``cut``, the bytes of all blocks, and ``statistics [3, sets]`` in fp32:
+        mean, rstd and unbiased variance.
     """
     if fixed is None:
-        sets = x.reshape(_sets(cut, setting.groups))
+        sets = x.reshape(_sets(cut, setting.groups))  # [images, sets, length]
         var, mean = torch.var_mean(sets, (0, 2), correction=0)
         each = sets.shape[0] * sets.shape[2]
         statistics = torch.stack([mean, torch.rsqrt(var + setting.eps), var * (each / max(each - 1, 1))])
@@ -344,8 +344,8 @@ def normalize_grad(
         values: The bytes of all blocks.
         statistics: ``[3, sets]``.
         weight: ``[C]`` or ``None``.
-        layout: What was normalised.
-        needed: Which gradients are.
+        layout: Constants of forward.
+        needed: Which gradients are needed.
     """
     groups, _, block_size, bits, relu = layout.setting
     cut, rstd, count = _each(layout.cut, groups), statistics[1], math.prod(layout.cut)
@@ -374,9 +374,9 @@ def normalize_grad(
 def _group_factors(
     each: Tensor, rstd: Tensor, weight: Tensor | None, groups: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the parameters, and by what a channel is multiplied, from ``each [2, N, C]``.
+    """Return the sums ``[2, C]`` for the parameters, and the factors ``[3, N C]`` of the input gradient.
 
-    These are the sums of ``g x~`` and of ``g``. Factors ``[3, N C]``: ``grad_x = f0 g + f1 x~ + f2``.
+    ``each [2, N, C]`` has the sums of ``g x~`` and ``g`` of each channel; ``grad_x = f0 g + f1 x~ + f2``.
     """
     sums = each.sum(1)
     _, images, channels = each.shape
@@ -390,7 +390,7 @@ def _group_factors(
 
 
 def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the values ``[blocks, bytes]`` of what is stored with the bits of a ReLU, and which of these are set."""
+    """Split ``stored`` into values ``[blocks, bytes]`` and the mask of a ReLU, bool ``[count]``."""
     from lightning_actprune.kernels.channel_norm import bits_start
 
     blocks, row = ceil_div(count, block_size), row_bytes(block_size, bits, 0)
@@ -398,16 +398,16 @@ def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tens
     return stored[: blocks * row].view(blocks, row), passed.reshape(-1)[:count] != 0
 
 
-# === How memory is cut ================================================================================================
+# === Dimensions in the order of memory ================================================================================
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Return whether the channels of a pixel of ``x [N, C, ...]`` lie side by side, and pixels without gaps."""
+    """Return True if ``x [N, C, ...]`` is contiguous with its channels as the last dimension."""
     return x.movedim(1, -1).is_contiguous()
 
 
 def reads_last(x: Tensor, groups: int) -> bool:
-    """Return whether ``x [N, C, ...]`` is read with its channels last; if not, it is made contiguous.
+    """Return True if ``x [N, C, ...]`` is read with channels last; otherwise it is made contiguous.
 
     Groups are read from contiguous tensors only.
     """
@@ -415,27 +415,27 @@ def reads_last(x: Tensor, groups: int) -> bool:
 
 
 def cut_of(shape: Sequence[int], last: bool) -> Cut:
-    """Return how a tensor ``[N, C, ...]`` is cut that is contiguous, or has its channels last."""
+    """Return the dimensions of a tensor ``[N, C, ...]`` that is contiguous, or has its channels ``last``."""
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     return Cut(images * pixels, channels, 1) if last else Cut(images, channels, pixels)
 
 
 def _sets(cut: Cut, groups: int) -> Cut:
-    """Return the cut into values that have one mean."""
+    """Return the dimensions in which values of one set share a mean."""
     if not groups:
         return cut
     return Cut(1, cut.images * groups, cut.channels // groups * cut.length)
 
 
 def _each(cut: Cut, groups: int) -> Cut:
-    """Return the cut into values that have one factor and one shift: of groups, the channels of each image."""
+    """Return the dimensions in which values share a factor and a shift: with groups, the channels of each image."""
     return Cut(1, cut.images * cut.channels, cut.length) if groups else cut
 
 
 def spread(
     statistics: Tensor, weight: Tensor | None, bias: Tensor | None, cut: Cut, groups: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return statistics ``[3, sets]`` and parameters as numbers for each channel of ``_each``."""
+    """Return statistics ``[3, sets]`` and parameters as one number for each channel of ``_each``."""
     if not groups:
         return statistics, weight, bias
     weight, bias = (None if p is None else p.repeat(cut.images) for p in (weight, bias))
@@ -446,12 +446,12 @@ def spread(
 
 
 class BoundChannelNorm(NamedTuple):
-    """What the kernels do with inputs of one layout.
+    """Launches for inputs of one layout.
 
     Args:
         launch: The launches.
-        layout: What backward has to know.
-        moves: Whether running statistics are moved on.
+        layout: Constants that backward needs.
+        moves: True if the launches update running statistics.
     """
 
     launch: ChannelNormLaunch
@@ -468,7 +468,7 @@ def find_launch(
     dtype: torch.dtype,
     running: Running | None,
 ) -> BoundChannelNorm | None:
-    """Return how the kernels take these tensors, or ``None`` if they do not."""
+    """Return the launches for these tensors, or ``None`` if the kernels do not take them."""
     momentum, counted, device = None, False, x.device
     if running is not None and _movable(running, x.shape[1], device):
         momentum, counted = running.momentum, running.batches is not None
@@ -488,7 +488,7 @@ def find_launch(
 
 
 def _movable(running: Running, channels: int, device: torch.device) -> bool:
-    """Return whether the kernels can move the running statistics on."""
+    """Return True if the kernels can update the running statistics."""
     mean, var, batches, momentum = running
     if mean is None or var is None or momentum is None:
         return False
@@ -509,7 +509,7 @@ def _launch_grad(
     layout: ChannelLayout,
     needed: Needed,
 ) -> Gradients:
-    """Return the gradients that are needed, by the kernels."""
+    """Return the needed gradients, by the kernels."""
     if grad_output.stride() != layout.strides:
         empty = torch.empty_strided(
             grad_output.shape, layout.strides, dtype=grad_output.dtype, device=grad_output.device
@@ -555,7 +555,7 @@ def _channel_norm_launch(
     forced: Backend | None,
     starts: tuple[bool, ...],
 ) -> BoundChannelNorm | None:
-    """Make the launches of a layout; types and ``starts`` matter to the compiled kernels that they keep, too."""
+    """Return the launches for a layout or ``None``; types and ``starts`` also select the kernels that they cache."""
     count, parameters = shape.numel(), (weight, bias)
     setting = setting.cut_to(count)
     apart = any(given is not None and given[0] != (1,) for given in parameters)
@@ -585,14 +585,14 @@ def _channel_norm_grad_launch(
     device: torch.device,
     starts: tuple[bool, ...],
 ) -> ChannelNormGradLaunch:
-    """Make the launches for gradients of a layout; ``dtype`` and ``starts`` matter to the kernels they keep, too."""
+    """Return the launches for gradients of a layout; ``dtype`` and ``starts`` only select the kernels that they use."""
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch
 
     return ChannelNormGradLaunch(_stored(layout, device), layout.types[1] is not None, layout.fixed, needed)
 
 
 def _stored(layout: ChannelLayout, device: torch.device) -> Stored:
-    """Return what the kernels have to know of a layout."""
+    """Return the layout as the kernels take it."""
     from lightning_actprune.kernels.channel_norm import Stored
 
     groups, _, block_size, bits, relu = layout.setting
@@ -615,16 +615,16 @@ def channel_norm(
     fixed: Tensor | None = None,
     running: Running | None = None,
 ) -> Tensor:
-    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and move ``running`` on.
+    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and update ``running``.
 
     Args:
         x: Not empty.
         weight: ``[C]`` or ``None``.
         bias: ``[C]`` or ``None``.
-        setting: What is computed, and how it is stored.
+        setting: Settings of the normalisation and of its storage.
         dtype: Type of the output.
-        fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to take instead of those of ``x``.
-        running: Those of batch normalisation that are to move.
+        fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to use instead of those of ``x``.
+        running: Running statistics to update, of batch normalisation.
     """
     found: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
     if isinstance(found, Tensor):
@@ -637,7 +637,7 @@ def channel_norm(
 def frozen_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, Tensor], eps: float
 ) -> Tensor:
-    """Return ``x [N, C, ...]`` normalised with mean and variance that are constants, as is the weight."""
+    """Return ``x [N, C, ...]`` normalised with constant mean, variance and weight."""
     y: Tensor = FrozenBatchNormFunction.apply(x, weight, bias, *statistics, eps)
     return y
 
@@ -646,18 +646,18 @@ def frozen_batch_norm(
 def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> None:
     """Move the running statistics towards those of a batch.
 
-    Those of a ``batch`` on the CPU are moved by torch itself, and so bit for bit as in the dense layer.
+    With a ``batch`` on the CPU, torch itself updates them, so they equal those of the dense layer bit for bit.
     """
     mean, var, batches, momentum = running
     share: float | Tensor | None = momentum
     if batches is not None:
         batches.add_(1)
-        if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
+        if share is None:  # the mean of all batches; torch reads the number back and waits for the device
             share = batches.float().reciprocal()
     share = 0.0 if share is None else share
     if batch is not None and _moves_as_torch(batch, mean, var):
         torch.batch_norm_update_stats(batch, mean, var, float(share))
-        torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # it does not tell autograd
+        torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # autograd does not see the update
         return
     for moved, found in ((mean, statistics[0]), (var, statistics[2])):
         if moved is None:
@@ -669,7 +669,7 @@ def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> N
 
 
 def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> bool:
-    """Return whether torch can move statistics of these types: those of the batch, or fp32."""
+    """Return True if torch can update statistics of these types: those of the batch, or fp32."""
     if batch.device.type != "cpu" or mean is None or var is None:
         return False
     return mean.dtype == var.dtype and mean.dtype in (torch.float32, batch.dtype)
@@ -679,7 +679,7 @@ def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> b
 
 
 def _keeps(layer: Any, x: Tensor) -> bool:
-    """Return what ``layer.keeps`` does of ``x``, all of whose dimensions ``layer`` normalises, with less ado."""
+    """Return ``layer.keeps`` for a layer that normalises all dimensions of ``x``, in less time."""
     weight = layer.weight
     plain = weight is None or (type(weight) is nn.Parameter and weight.device == x.device)
     if type(x) is not Tensor or not x.is_floating_point() or not plain:
@@ -690,8 +690,8 @@ def _keeps(layer: Any, x: Tensor) -> bool:
 class CompressedBatchNorm(CompressedNorm):
     """Mixin of batch normalisation layers; see ``CompressedNorm``.
 
-    Running statistics are updated as those of the dense layers. Where torch itself refuses an input, such as one with
-    a single value per channel, its own error is raised.
+    Running statistics are updated as in the dense layers. If torch refuses an input, such as one with a single value
+    per channel, its own error is raised.
     """
 
     training: bool
@@ -712,7 +712,7 @@ class CompressedBatchNorm(CompressedNorm):
         return self.normalized(input)
 
     def keeps_batch(self, x: Tensor) -> bool:
-        """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
+        """Return True if anything is saved of ``x``; inputs that torch refuses are left to torch."""
         if not may_compress(x) or x.dim() < 2 or x.shape[1] != self.num_features:
             return False
         if (self.running_mean is None) != (self.running_var is None):
@@ -726,7 +726,7 @@ class CompressedBatchNorm(CompressedNorm):
         return True
 
     def normalized(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised, and update the running statistics, or, in eval mode, use them if there are any."""
+        """Return ``x`` normalised, and update the running statistics; in eval mode, use them if there are any."""
         weight, bias, setting, dtype = self._arguments(x)
         if self.training:
             return channel_norm(x, weight, bias, setting, dtype, running=self._running())
@@ -739,9 +739,9 @@ class CompressedBatchNorm(CompressedNorm):
         return channel_norm(x, weight, bias, setting, dtype, fixed=fixed)
 
     def rectified(self, x: Tensor) -> Tensor | None:
-        """Return the ReLU of the normalised ``x`` from the same passes, or ``None``, and do nothing, without such.
+        """Return the ReLU of the normalised ``x`` from the same kernels, or ``None`` if they do not run.
 
-        There are in training, where kernels normalise ``x``.
+        They run only in training, if they take ``x``. With ``None``, nothing has been computed or changed.
         """
         if not self.training or not self.keeps_batch(x) or not in_plain_eager_mode(x):
             return None
@@ -759,7 +759,7 @@ class CompressedBatchNorm(CompressedNorm):
         return self.weight, self.bias, setting, dtype
 
     def _running(self) -> Running | None:
-        """Return the running statistics that a batch moves in training."""
+        """Return the running statistics that training updates."""
         if not self.track_running_stats:
             return None
         return Running(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
@@ -784,7 +784,7 @@ class CompressedBatchNorm3d(CompressedBatchNorm, nn.BatchNorm3d):
 
 
 class CompressedTimmBatchNormAct2d(CompressedBatchNorm):
-    """Mixin of timm's ``BatchNormAct2d``: batch normalisation, then a dropping layer and an activation function."""
+    """Mixin of timm's ``BatchNormAct2d``: batch normalisation, then dropout and an activation function."""
 
     drop: nn.Module
     act: nn.Module
@@ -816,7 +816,7 @@ class CompressedGroupNorm(CompressedNorm, nn.GroupNorm):
         return channel_norm(x, self.weight, self.bias, setting, dtype)
 
     def keeps_groups(self, x: Tensor) -> bool:
-        """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
+        """Return True if anything is saved of ``x``; inputs that torch refuses are left to torch."""
         if not may_compress(x) or x.dim() < 2 or x.shape[1] != self.num_channels or not x.numel():
             return False
         values = x.shape[0] * math.prod(x.shape[2:]) * self.num_channels // self.num_groups
@@ -824,7 +824,7 @@ class CompressedGroupNorm(CompressedNorm, nn.GroupNorm):
 
 
 class CompressedTimmGroupNorm(CompressedGroupNorm):
-    """Mixin of timm's ``GroupNorm`` and ``GroupNorm1``, which are that of torch unless "fast norm" is switched on."""
+    """Mixin of timm's ``GroupNorm`` and ``GroupNorm1``, which are torch's unless "fast norm" is switched on."""
 
     _fast_norm: bool
 
@@ -834,7 +834,7 @@ class CompressedTimmGroupNorm(CompressedGroupNorm):
 
 
 class CompressedTimmGroupNormAct(CompressedTimmGroupNorm):
-    """Mixin of timm's ``GroupNormAct``: group normalisation, then a dropping layer and an activation function."""
+    """Mixin of timm's ``GroupNormAct``: group normalisation, then dropout and an activation function."""
 
     drop: nn.Module
     act: nn.Module
@@ -847,7 +847,7 @@ class CompressedTimmGroupNormAct(CompressedTimmGroupNorm):
 
 
 class CompressedResNetBlock(CompressedLayer):
-    """Mixin of torchvision's ResNet blocks, which keep nothing themselves."""
+    """Mixin of torchvision's ResNet blocks, which save nothing themselves."""
 
     operator: ClassVar[Operator] = "norm"
     stores = False
@@ -864,7 +864,7 @@ class CompressedResNetBlock(CompressedLayer):
         return ""
 
     def added(self, branch: Tensor, x: Tensor) -> Tensor:
-        """Return the ReLU of ``branch``, which is written to, and ``x``."""
+        """Add ``x``, or its downsampled copy, to ``branch`` in place, and return the ReLU of the sum."""
         branch += x if self.downsample is None else self.downsample(x)
         return cast(Tensor, self.relu(branch))
 
@@ -912,7 +912,7 @@ CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.BatchNorm3d: CompressedBatchNorm3d,
     nn.GroupNorm: CompressedGroupNorm,
 }
-"""What layers of torch become."""
+"""The compressed class of each class of torch."""
 FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("timm.layers.norm", "GroupNorm"): CompressedTimmGroupNorm,
     ("timm.layers.norm", "GroupNorm1"): CompressedTimmGroupNorm,
@@ -921,8 +921,8 @@ FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("torchvision.models.resnet", "BasicBlock"): CompressedBasicBlock,
     ("torchvision.models.resnet", "Bottleneck"): CompressedBottleneck,
 }
-"""Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""
+"""The mixin that replaces the forward of each class of another package; it comes first among the bases."""
 LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = {
     nn.SyncBatchNorm: ("norm", "finds its statistics together with other processes, by kernels of its own"),
 }
-"""What classes are that stay as they are, and why."""
+"""Classes that stay dense: the operator of each, and the reason."""

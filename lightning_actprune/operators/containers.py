@@ -1,4 +1,4 @@
-"""The tensors in what a user's modules take, return and hold: containers, dataclasses and objects of any class."""
+"""Find and change tensors in the arguments, results and attributes of a user's modules, in any container or object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_actprune.codec.private import tree_map_only
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, dataclasses, and attributes or slots of objects; not in modules.
+    """Yield the tensors in nested containers, dataclasses, and attributes or slots of objects, but not in modules.
 
     The search ends after ``_MOST_OBJECTS`` objects.
     """
@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what a container or an object holds; nothing of what is no data."""
+    """Return the parts of a container or an object; values without data, such as functions and modules, have none."""
     if value is None or isinstance(value, _NO_DATA):
         return ()
     if isinstance(value, Mapping):
@@ -54,15 +54,15 @@ _MOST_OBJECTS = 1000
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a copy of ``value`` with changed tensors, down to the containers and objects in it.
+    """Return a copy of ``value`` with ``change`` applied to tensors at any depth of containers and objects.
 
-    What cannot be copied is shared, and so are objects after the first ``_MOST_OBJECTS``.
+    Objects that cannot be copied are shared, and so are objects after the first ``_MOST_OBJECTS``.
     """
     return tree_map_only(object, partial(_copied, change, {}), value)
 
 
 def _copied(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any]], leaf: Any) -> Any:
-    """Return the copy of an object; ``copies`` has those that were made, each with its original, by its number."""
+    """Return the copy of an object; ``copies`` has earlier copies and their originals, by ``id`` of the original."""
     if isinstance(leaf, Tensor):
         return change(leaf)
     if leaf is None or isinstance(leaf, (*_NO_DATA, torch.Generator)) or type(leaf).__module__ == "numpy":
@@ -71,7 +71,7 @@ def _copied(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any]],
         return copies.get(id(leaf), (leaf, leaf))[0]
     try:
         made = copy.copy(leaf)
-    except Exception:  # whatever an object raises that cannot be copied
+    except Exception:  # an object that cannot be copied may raise anything
         made = leaf
     copies[id(leaf)] = made, leaf
     for name in _names(leaf) if made is not leaf else ():

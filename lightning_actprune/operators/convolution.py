@@ -1,4 +1,4 @@
-r"""Convolutions whose saved input is packed.
+r"""Convolutions that save their input packed.
 
 With ``x [N, C, *spatial]``, ``W``, ``g = dL/dy`` and ``x_hat`` the packed input::
 
@@ -7,17 +7,17 @@ With ``x [N, C, *spatial]``, ``W``, ``g = dL/dy`` and ``x_hat`` the packed input
     db = sum of g over all but the channels    exact
     dW = g * x_hat                             the only approximation
 
-Saved for backward: the packed input, and the weight as it is; never ``x`` and never the autocast copy of the weight.
-Backward unpacks ``x_hat`` for the time of torch's own ``convolution_backward``, laid out as ``x`` was, so that the
-vendor's library takes the same algorithms: of ``x_hat``, the input gradient takes its sizes alone. Convolutions that
-read one tensor, such as the first one of a residual block and that of its shortcut, save the same packed input.
+Saved for backward: the packed input, and the weight itself; never ``x`` and never the autocast copy of the weight.
+Backward unpacks ``x_hat`` only while torch's own ``convolution_backward`` runs. ``x_hat`` has the strides of ``x``, so
+the vendor's library takes the same algorithms; the input gradient uses only its sizes. Convolutions that read one
+tensor, such as the first one of a residual block and its shortcut, save the same packed input.
 
-Blocks are cut from a sample as it lies in memory (``rows_of``): of ``channels_last`` inputs they are channels of a
-pixel, or of several if ``C`` is no multiple of the block, otherwise neighbouring pixels of a channel. So no copy is
-made, no block is cut short, and how many channels there are does not matter: three of an image will do.
+Blocks are cut from a sample in the order of memory (``rows_of``). For ``channels_last`` inputs a block is channels of a
+pixel, or of several pixels if ``C`` is no multiple of the block; otherwise it is neighbouring pixels of a channel. So
+no copy is made, no block is cut short, and any number of channels works, also the three of an image.
 
-Zeros around the input are the same on both sides. Other padding (``padding_mode``, or ``"same"`` with an even number of
-weights) makes torch keep a padded copy; such layers stay dense.
+Only zero padding that is equal on both sides is compressed. For other padding (``padding_mode``, or ``"same"`` with an
+even number of weights) torch saves a padded copy; such layers stay dense.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
 
 
 class Windows(NamedTuple):
-    """Which values of the input each output is computed from.
+    """Window of the input from which a convolution computes each output.
 
     Args:
         stride: Steps from output to output, by dimension.
         padding: Zeros before and after, by dimension.
         dilation: Steps from weight to weight, by dimension.
-        groups: Parts of the channels that do not see each other.
+        groups: Number of groups of channels that are convolved separately.
     """
 
     stride: tuple[int, ...]
@@ -83,7 +83,7 @@ class Windows(NamedTuple):
 
 
 class ConvolutionFunction(torch.autograd.Function):
-    """``torch.convolution`` whose weight gradient comes from a packed input."""
+    """``torch.convolution`` whose weight gradient is computed from a packed input."""
 
     @staticmethod
     def forward(
@@ -96,12 +96,12 @@ class ConvolutionFunction(torch.autograd.Function):
         blocks: Blocks,
         eager: bool,
     ) -> Tensor:
-        """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``codec.blocks``)."""
+        """Return the exact output, and pack the input at a sparsity of ``parts`` (see ``codec.blocks``)."""
         # x [N, C, *spatial], weight [OUT, C / groups, *sizes], bias [OUT] or None
         ctx.windows, ctx.dtypes = windows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.bias_sizes = None if bias is None else bias.shape
         autocast = autocast_dtype(x)
-        if eager:  # a linear layer that reads the same tensor cuts it into other rows
+        if eager:  # the key names the operator, because a linear layer cuts the same tensor into other rows
             settings = parts, autocast, blocks, forced_backend()
             dense, launch = _dense_and_launch(x, *settings)
             x_read, packed = get_or_pack(
@@ -125,11 +125,11 @@ class ConvolutionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable("a convolution that keeps its input compressed")
     def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return exact input and bias gradients and the weight gradient from the packed input."""
+        """Return exact input and bias gradients, and the weight gradient from the packed input."""
         weight, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         shape, strides, dtype = ctx.read
-        # x_hat [N, C, *spatial], laid out as the convolution read it
+        # grad_output [N, OUT, *spatial], x_hat [N, C, *spatial] with the strides that the convolution read
         if eager and ctx.launch is not None and ctx.launch.can_unpack(*tensors):
             x_hat = ctx.launch.unpacked(tensors)
         else:
@@ -148,7 +148,7 @@ _convolution = applied(ConvolutionFunction)
 def _cast_and_pack(
     x: Tensor, launch: ConvolutionLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
 ) -> tuple[Tensor, Packed]:
-    """Return ``x``, which has no gaps, as autocast casts it, and the packed input."""
+    """Return ``x``, which has no gaps, cast as by autocast, and the packed input."""
     if launch is not None:
         x_read = launch.new() if launch.casts else _cast(x, autocast)
         with on_device_of(x):
@@ -165,7 +165,7 @@ def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
 
 
 def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, int]:
-    """Return what is packed, ``[samples, rows, length]``, the block cut to a row, and the blocks kept per sample."""
+    """Return the tensor to pack ``[samples, rows, length]``, values per block, and blocks to keep per sample."""
     stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
     return stored, *block_and_keep(stored, blocks.block_size, parts, blocks.bits)
 
@@ -174,9 +174,9 @@ def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, in
 
 
 def without_gaps(x: Tensor) -> Tensor:
-    """Return ``x [N, C, *spatial]`` with its values side by side, channels last if they are: a copy if need be.
+    """Return ``x [N, C, *spatial]`` without gaps in memory, channels last if they already are; copied only if needed.
 
-    Of what has gaps, such as one half of the channels, torch's convolution makes that copy too.
+    torch's convolution copies an input with gaps too, such as one half of the channels.
     """
     if x.is_contiguous() or _channels_last(x):
         return x
@@ -186,10 +186,10 @@ def without_gaps(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
-    """Return ``x [N, C, *spatial]`` without gaps as rows ``[N, T, L]`` from which blocks are cut, in memory's order.
+    """Return ``x [N, C, *spatial]`` without gaps as rows ``[N, T, L]`` in the order of memory, to be cut into blocks.
 
-    In a sample, rows are as long as a block where that divides it; all of it is one row otherwise, if kernels take so
-    long a row. With scope ``"token"``, within a row of which blocks compete, they are the channels of a pixel, or the
+    Rows are as long as a block if that divides a sample; else a sample is one row, if kernels take so long a row.
+    Otherwise, and with scope ``"token"``, where the blocks of a row compete, rows are the channels of a pixel, or the
     innermost dimension of a contiguous ``x``.
     """
     memory = x if x.is_contiguous() else x.movedim(1, -1)
@@ -203,7 +203,7 @@ def rows_of(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
 
 
 def _channels_last(x: Tensor) -> bool:
-    if x.dim() == 4:  # without a view, which takes the host longer
+    if x.dim() == 4:  # avoids a view, which takes the host longer
         return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(1, -1).is_contiguous()
 
@@ -212,15 +212,15 @@ def _channels_last(x: Tensor) -> bool:
 
 
 class ConvolutionLaunch(NamedTuple):
-    """What forward and backward do with inputs of one layout, which have no gaps.
+    """Launches of forward and backward for inputs of one layout without gaps.
 
     Args:
         layout: Shape, transposition, block and bits of ``Packed``.
-        new: Returns memory laid out as what the convolution reads.
-        casts: Whether ``pack`` writes what the convolution reads, cast from the input, to such memory.
-        pack: Packs.
+        new: Allocates memory with the strides of the input that the convolution reads.
+        casts: True if ``pack`` also casts the input, and writes the result to such memory.
+        pack: Packs the input.
         unpack: Writes the packed input to such memory.
-        backend: The backend that was asked for, ``None`` if none was.
+        backend: The forced backend, or ``None``.
     """
 
     layout: tuple[tuple[int, int, int], bool, int, int]
@@ -231,12 +231,12 @@ class ConvolutionLaunch(NamedTuple):
     backend: Backend | None
 
     def can_unpack(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
-        """Return whether ``unpack`` reads what was saved: hooks may have put it where it is not aligned."""
+        """Return True if ``unpack`` can read the saved tensors: hooks may have moved them to unaligned memory."""
         aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
         return aligned and self.backend is forced_backend()
 
     def unpacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the packed input as it was read."""
+        """Return the unpacked input with the strides that the convolution read."""
         x_hat = self.new()
         with on_device_of(x_hat):
             self.unpack(*tensors, x_hat)
@@ -254,7 +254,7 @@ def _launch(
     blocks: Blocks,
     backend: Backend | None,
 ) -> ConvolutionLaunch | None:
-    """Return what is done with inputs of a layout, ``None`` if it has gaps, or if packing it is not for the kernels."""
+    """Return the launches for inputs of a layout, or ``None`` if it has gaps or no kernel takes it."""
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if without_gaps(x) is not x:
         return None
@@ -279,7 +279,7 @@ _launches = LaunchCache(_launch)
 def _dense_and_launch(
     x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks, backend: Backend | None
 ) -> tuple[Tensor, ConvolutionLaunch | None]:
-    """Return ``x`` without gaps and what is done with it, ``None`` if packing it is not for the kernels."""
+    """Return ``x`` without gaps, and its launches, or ``None`` if no kernel takes it."""
     launch = _launches[(x.shape, x.stride(), x.dtype, x.device, is_aligned(x), parts, autocast, blocks, backend)]
     dense = x if launch is not None else without_gaps(x)
     if dense is not x:
@@ -294,7 +294,7 @@ def _dense_and_launch(
 def compressed_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, windows: Windows, parts: int, blocks: Blocks
 ) -> Tensor:
-    """Convolve ``x``, a batch or one sample, for a weight for which it is kept (``compresses``), and keep it packed."""
+    """Convolve ``x``, a batch or one sample, and save it packed; to be called if ``compresses`` returns True."""
     check_input(x, weight)
     if x.dim() == weight.dim() - 1:
         y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
@@ -304,9 +304,9 @@ def compressed_convolution(
 
 
 def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
-    """Return the weight gradient that backward of a convolution computes from ``x``, the packed input.
+    """Return the weight gradient that backward of a convolution computes from ``x``, the unpacked input.
 
-    ``sizes``: those of the weight, whose values are not needed.
+    ``sizes`` is the shape of the weight, whose values are not needed.
     """
     stride, padding, dilation, groups = windows
     moves = stride, padding, dilation, False, (0,) * len(stride), groups
@@ -316,7 +316,7 @@ def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) 
 
 
 def windows_of(layer: Convolution) -> Windows:
-    """Return which values of its input a convolution computes each output from."""
+    """Return the windows of a convolution."""
     padding = layer.padding
     if isinstance(padding, str):
         sizes = zip(layer.dilation, layer.kernel_size, strict=True)
@@ -325,7 +325,7 @@ def windows_of(layer: Convolution) -> Windows:
 
 
 def padding_refusal(layer: Convolution) -> str | None:
-    """Return why a convolution with this padding cannot be compressed."""
+    """Return the reason not to compress a convolution with this padding, or ``None``."""
     if layer.padding_mode != "zeros":
         return f"is {layer.padding_mode!r}, of which torch keeps a padded copy"
     sizes = zip(layer.dilation, layer.kernel_size, strict=True)
@@ -335,7 +335,7 @@ def padding_refusal(layer: Convolution) -> str | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether ``module`` is a transposed convolution, whose input is kept as it is."""
+    """Return True if ``module`` is a transposed convolution, which stays dense."""
     return isinstance(module, Transposed)
 
 
@@ -343,14 +343,13 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class CompressedConvolution(CompressedLayer, nn.Module):
-    """Mixin of convolutions with a dense, exact forward and a packed saved input; made by ``convert``.
+    """Mixin of convolutions with a dense, exact forward that save their input packed; made by ``convert``.
 
-    Same parameters, ``state_dict`` and output as the convolutions of torch. In no-grad mode, in ``torch.func``
-    transforms, while they are exported, with a frozen weight or at ``sparsity=0`` with values stored as they are, they
-    are torch's convolutions in every respect.
+    Parameters, ``state_dict`` and output are those of torch's convolutions. They behave exactly as torch's in no-grad
+    mode, in ``torch.func`` transforms, during export, with a frozen weight, and at ``sparsity=0`` without ``bits``.
 
     Raises:
-        TypeError: If the input is not floating point, a DTensor, or fp64 to be quantized.
+        TypeError: If the input is not floating point, is a DTensor, or is fp64 and would be quantized.
     """
 
     operator: ClassVar[Operator] = "convolution"
@@ -360,13 +359,13 @@ class CompressedConvolution(CompressedLayer, nn.Module):
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
-        """Return why a convolution cannot be compressed."""
+        """Return the reason not to compress a convolution, or ``None``."""
         padding = padding_refusal(layer)
         return None if padding is None else f"its padding {padding}"
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch ``[N, in_channels, *spatial]``, or of one sample."""
-        state, weight = self._state, self.weight  # which a module takes a while to find
+        state, weight = self._state, self.weight  # read once: looking up attributes of a module takes time
         parts = state.parts.size(0)
         if not compresses(input, weight, parts, state.blocks):
             return cast(Tensor, super().forward(input))

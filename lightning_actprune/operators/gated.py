@@ -1,15 +1,15 @@
-r"""Gated products ``z = f(a) u`` (SwiGLU, GeGLU and their like), and what backward needs of them, quantized.
+r"""Gated products ``z = f(a) u`` (SwiGLU, GeGLU and similar) that store the factors of their gradients quantized.
 
 Backward is linear in two numbers per value, and needs nothing else::
 
     da = q g,  q = u f'(a)        du = p g,  p = f(a)
 
-torch keeps ``a``, ``f(a)`` and ``u``. Here p and q are kept, in blocks with a scale each as a layer's input is
-(``codec.formats``), never ``a``, ``u`` or ``z``. What is read of them is off by a random error of mean
-zero, so that both gradients are unbiased. ``a`` and ``u`` in as many bits would be no better: p is off by a fifth more
-then, and has a bias, and backward would compute f and f' once more.
+torch saves ``a``, ``f(a)`` and ``u``. Here p and q are saved, in blocks with a scale each like the input of a layer
+(``codec.formats``), and never ``a``, ``u`` or ``z``. Their random errors have mean zero, so both gradients are
+unbiased. Storing ``a`` and ``u`` in as many bits would be no better: the error of p would be a fifth larger and biased,
+and backward would compute f and f' again.
 
-Root mean square errors of p and q, in parts of their own, for SiLU of 2^20 normal ``a`` and ``u`` in blocks of 32; in
+Root mean square errors of p and q, relative to their own, for SiLU of 2^20 normal ``a`` and ``u`` in blocks of 32; in
 brackets those of p and q from quantized ``a`` and ``u``, and the bias of that p:
 
 ======  ============  ===========================
@@ -19,20 +19,18 @@ brackets those of p and q from quantized ``a`` and ``u``, and the bias of that p
 2 bits  38 %, 52 %    (45 %, 51 %, bias 5.4 %)
 ======  ============  ===========================
 
-Rows ``[R, L]`` are cut into ``N = R ceil(L / b)`` blocks, numbered row by row. Those of q come first, then those of p,
-as one tensor ``[2 R, L]`` of which all blocks are stored; what no gradient is wanted for is left out. A block
-with a NaN or Inf is NaN when it is read. ``z`` is computed in fp32 and rounded once.
+Rows ``[R, L]`` are cut into ``N = R ceil(L / b)`` blocks, numbered row by row. The blocks of q come first, then those
+of p, as one tensor ``[2 R, L]`` of which all blocks are stored. A factor whose gradient is not needed is left out. A
+block with NaN or Inf is read as NaN. ``z`` is computed in fp32 and rounded once.
 
-Forward is exact, and the bytes of q and p are all that is saved for backward. ``a`` and ``u`` are two tensors, or the
-halves of one along a dimension, as a joint projection has them: they are read where they lie, and their gradient is one
-tensor too, written in one go.
+Forward is exact, and saves only the bytes of q and p. ``a`` and ``u`` are two tensors, or the halves of one along a
+dimension, as a joint projection returns them. Halves are read in place, and their gradient is one tensor too.
 
 The modules are MLPs whose hidden values are ``f(a) u``, and ``nn.GLU``. Linear layers, norms and dropout inside are
 called as before, with their hooks, and may be converted themselves. The activation function is computed with the
-product: while a gradient is wanted its module is not called, so that hooks on it do not run. In no-grad mode a module
-is the dense one in every respect. Where no input of the product needs a gradient, or the activation function has been
-replaced by one that is not known, the product is torch's. MLPs of other packages (timm, transformers) are known by what
-their forward computes, and import nothing.
+product: if a gradient is needed, its module is not called, and hooks on it do not run. In no-grad mode a module behaves
+exactly as the dense one. The product is torch's if no input of it needs a gradient, or if the activation function was
+replaced by an unknown one. MLPs of other packages (timm, transformers) are recognised without importing anything.
 """
 
 from __future__ import annotations
@@ -79,20 +77,20 @@ if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
 
 SEPARATE, GATE_FIRST, GATE_LAST = range(3)
-"""How gradients lie: two tensors, or the halves of one."""
+"""Layout of the gradients: two tensors, or the halves of one."""
 
 
-# === What is kept =====================================================================================================
+# === Stored factors ===================================================================================================
 
 
 class StoredFactors(NamedTuple):
-    """How what backward needs is stored.
+    """How the factors of the gradients are stored.
 
     Args:
-        bits: Of a value.
+        bits: Bits of a value.
         block_size: Values per block, in [1, max(L, 1)].
-        for_a: Whether q is kept, for the gradient of ``a``.
-        for_u: Whether p is kept, for the gradient of ``u``.
+        for_a: True if q is stored, for the gradient of ``a``.
+        for_u: True if p is stored, for the gradient of ``u``.
     """
 
     bits: int
@@ -101,19 +99,19 @@ class StoredFactors(NamedTuple):
     for_u: bool
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
-        """Return blocks and bytes of each."""
+        """Return the number of blocks and the bytes of each."""
         blocks = rows * ceil_div(length, self.block_size) * (self.for_a + self.for_u)
         return blocks, row_bytes(self.block_size, self.bits, 0)
 
 
 class Place(NamedTuple):
-    """Where gate and factor are, and which of them needs a gradient.
+    """Layout of gate and factor, and which of them needs a gradient.
 
     Args:
         layout: ``SEPARATE``, or which half of one tensor is the gate.
         dim: The dimension that has the halves.
-        for_a: Whether the gate needs a gradient.
-        for_u: Whether the factor does.
+        for_a: True if the gate needs a gradient.
+        for_u: True if the factor needs a gradient.
     """
 
     layout: int
@@ -126,7 +124,7 @@ class Place(NamedTuple):
 
 
 class GatedFunction(torch.autograd.Function):
-    """A gated product that keeps its factors quantized."""
+    """Autograd function of a gated product that saves the factors of its gradients quantized."""
 
     @staticmethod
     def forward(
@@ -139,7 +137,7 @@ class GatedFunction(torch.autograd.Function):
         dtype: torch.dtype,
         eager: bool,
     ) -> Tensor:
-        """Compute the exact product; without ``u``, of the halves of ``a``."""
+        """Return the exact product; without ``u``, of the halves of ``a``."""
         rows_a, rows_u, shape = _rows(a, u, place)  # [R, L] each
         block = max(1, min(block_size, rows_a.shape[1]))
         stored = StoredFactors(function.bits, block, place.for_a, place.for_u)
@@ -157,7 +155,7 @@ class GatedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable("a gated product whose factors are kept quantized")
     def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of ``a`` and ``u``."""
+        """Return the gradients of ``a`` and ``u``; ``grad_output`` has the shape of their product."""
         (values,) = ctx.saved_tensors  # the bytes of q and p, [2 R, L]
         of_rows = gate_grad_eagerly if eager else gate_grad
         grad_a, grad_u = of_rows(grad_output.reshape(ctx.rows), values, ctx.stored, ctx.layout, *ctx.dtypes)
@@ -172,7 +170,7 @@ _gated = applied(GatedFunction)
 
 
 def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, list[int]]:
-    """Return gate and factor as rows, and the shape of their product; of contiguous tensors without a copy."""
+    """Return gate and factor as rows, and the shape of their product; contiguous tensors are not copied."""
     if u is not None:
         rows, length = math.prod(a.shape[:-1]), a.shape[-1]
         return a.reshape(rows, length), u.reshape(rows, length), list(a.shape)
@@ -187,7 +185,7 @@ def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, li
 def gate_eagerly(
     a: Tensor, u: Tensor, function: StoredDerivative, stored: StoredFactors, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``gate`` does, by the kernel if that takes the inputs."""
+    """Return the results of ``gate``, by the kernel if it takes the inputs."""
     a, u = _side_by_side(a), _side_by_side(u)
     launch = _forward_launches[
         a.shape, a.stride(0), u.stride(0), a.dtype, u.dtype, dtype, a.device, is_aligned(a), is_aligned(u), function,
@@ -204,7 +202,7 @@ def gate_eagerly(
 def gate_grad_eagerly(
     grad: Tensor, values: Tensor, stored: StoredFactors, layout: int, of_a: torch.dtype, of_u: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what ``gate_grad`` does, by the kernel if that takes the gradient."""
+    """Return the results of ``gate_grad``, by the kernel if it takes the gradient."""
     grad = _side_by_side(grad)
     launch = _backward_launches[
         grad.shape, grad.stride(0), grad.dtype, of_a, of_u, grad.device, is_aligned(grad), is_aligned(values), stored,
@@ -221,7 +219,7 @@ def gate_grad_eagerly(
     else:
         grad_a = grad.new_empty(rows, length, dtype=of_a) if stored.for_a else None
         grad_u = grad.new_empty(rows, length, dtype=of_u) if stored.for_u else None
-    with on_device_of(grad):  # what is not wanted is not written
+    with on_device_of(grad):  # the kernel does not write a gradient that is not needed
         launch(grad, values, grad if grad_a is None else grad_a, grad if grad_u is None else grad_u)
     return (grad_a, grad_u) if joint is None else (joint, None)
 
@@ -240,12 +238,12 @@ def gate(
 
     Args:
         a: ``[R, L]`` in fp32 or 16 bits, of any strides.
-        u: Of the same shape, and of any of these types.
-        function: What is computed.
-        stored: What is kept, and how.
-        dtype: Of ``z``.
+        u: In the shape of ``a``, in fp32 or 16 bits.
+        function: The activation function.
+        stored: How the factors are stored.
+        dtype: Type of ``z``.
     """
-    p, q = factors(a, u, function)
+    p, q = factors(a, u, function)  # [R, L] each
     wanted = torch.cat([factor for factor, needed in ((q, stored.for_a), (p, stored.for_u)) if needed])
     return (p * u.float()).to(dtype).contiguous(), pack_all(wanted, stored.block_size, stored.bits)
 
@@ -253,13 +251,13 @@ def gate(
 def gate_grad(
     grad: Tensor, values: Tensor, stored: StoredFactors, layout: int, of_a: torch.dtype, of_u: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``a`` and ``u``, ``None`` if nothing was kept for it, in plain torch.
+    """Return the gradients of ``a`` and ``u`` in plain torch, ``None`` for one whose factor was not stored.
 
     Args:
         grad: ``g [R, L]``.
-        values: The bytes of q and p.
-        stored: What was kept, and how.
-        layout: ``SEPARATE``, or which half of one gradient ``[R, 2 L]`` is the gate's: that is returned first then.
+        values: The bytes of q, then of p.
+        stored: How the factors are stored.
+        layout: ``SEPARATE``, or which half of one gradient ``[R, 2 L]`` is the gate's; that is then the first result.
         of_a: Type of the gradient of ``a``, and of the joint one.
         of_u: Type of the gradient of ``u``.
     """
@@ -274,7 +272,7 @@ def gate_grad(
 
 
 def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, Tensor]:
-    """Return p and q in fp32."""
+    """Return p and q ``[R, L]`` in fp32."""
     known, wide = ACTIVATIONS[function.function], a.float()
     derivative = known.derivative(wide, *function.parameters)
     if known.exact:
@@ -291,7 +289,7 @@ def _forward_launch(
     device: torch.device, aligned_a: bool, aligned_u: bool, function: StoredDerivative, stored: StoredFactors,
     backend: str | None,
 ) -> Launch | None:  # fmt: skip
-    """Return the launch of inputs; types and alignment matter to the compiled kernel that it keeps."""
+    """Return the launch for inputs or ``None``; types and alignment only select the compiled kernel that it caches."""
     if not math.prod(shape) or choose_backend(shape, of_a, device, stored.block_size, 1) != "triton":
         return None
     from lightning_actprune.kernels.gated import gate_launch
@@ -306,7 +304,7 @@ def _backward_launch(
     device: torch.device, aligned_grad: bool, aligned_values: bool, stored: StoredFactors, layout: int,
     backend: str | None,
 ) -> Launch | None:  # fmt: skip
-    """Return the launch of a gradient; types and alignment matter to the compiled kernel that it keeps."""
+    """Return the launch for a gradient or ``None``; types and alignment only select the kernel that it caches."""
     if not math.prod(shape) or choose_backend(shape, of_grad, device, stored.block_size, 1) != "triton":
         return None
     from lightning_actprune.kernels.gated import gate_grad_launch
@@ -325,28 +323,27 @@ _backward_launches = LaunchCache(_backward_launch)
 def gated(
     a: Tensor, u: Tensor | None, function: str, *parameters: float, bits: int = 4, block_size: int = 32
 ) -> Tensor:
-    """Multiply a gate ``f(a)`` with ``u``, keeping neither but the factors of both gradients, quantized.
+    """Multiply a gate ``f(a)`` with ``u``, storing the factors of both gradients quantized instead of ``a`` and ``u``.
 
-    The output is exact. The gradients are ``u f'(a) g`` and ``f(a) g`` with factors that are off by a random error of
-    mean zero (``operators.gated``). In no-grad mode, in a ``torch.func`` transform, while it is exported, or if an
-    input is sparse or nested or none needs a gradient, this is the function of torch and a product.
+    The output is exact. The gradients are ``u f'(a) g`` and ``f(a) g``, whose factors have random errors of mean zero
+    (``operators.gated``). This is torch's function and a product in no-grad mode, in a ``torch.func`` transform, during
+    export, if an input is sparse or nested, and if none needs a gradient.
 
     Args:
-        a: What the function is applied to, in fp32 or 16 bits. Rows may have gaps: a half of a joint projection is read
-            where it lies.
-        u: Of the same shape. ``None``: ``a`` is a joint projection, whose first half along the last dimension is the
-            gate and the second ``u``; its gradient is then written at once, without a copy.
-        function: As of ``activation``.
-        parameters: Those of the function, all of them.
-        bits: 2, 3, 4 or 8, of each value of each factor.
-        block_size: Consecutive values that share a scale, at least 8; cut to the row if larger.
+        a: Input of the function, in fp32 or 16 bits. Rows may have gaps: a half of a joint projection is read in place.
+        u: In the shape of ``a``. ``None``: ``a`` is a joint projection, whose first half along the last dimension is
+            the gate and whose second half is ``u``; its gradient is then written as one tensor, without a copy.
+        function: As in ``activation``.
+        parameters: All parameters of the function.
+        bits: Bits of each value of each factor: 2, 3, 4 or 8.
+        block_size: Consecutive values that share a scale, at least 8; shorter rows shorten it.
 
     Returns:
-        ``f(a) u``, typed as by torch (autocast included).
+        ``f(a) u``, in the type of torch's result (autocast included).
 
     Raises:
-        TypeError: If an input is a DTensor or has no type that can be kept.
-        ValueError: If an argument is out of range, shapes differ, or halves do.
+        TypeError: If an input is a DTensor, or its type is not supported.
+        ValueError: If an argument is out of range, shapes differ, or ``a`` cannot be halved.
 
     Example:
         >>> import torch
@@ -375,7 +372,7 @@ def gated_product(
 ) -> Tensor:
     """Return ``f(a) u`` of tensors of one shape, at least one of which needs a gradient.
 
-    ``widens``: whether autocast on a GPU makes ``f(a)`` fp32; by default as torch's function of that name.
+    With ``widens`` (default: as torch's function), autocast on a GPU makes ``f(a)`` fp32.
     """
     if a.dim() == 0:
         return gated_product(a.reshape(1), u.reshape(1), function, block_size, widens).reshape(())
@@ -411,7 +408,7 @@ def gated_halves(
 
 
 def _permuted(x: Tensor) -> list[int] | None:
-    """Return the dimensions in the order of memory, ``None`` if they lie so, or one is expanded."""
+    """Return the dimensions in the order of memory, or ``None`` if they already are, or if one is expanded."""
     strides = x.stride()
     if x.is_contiguous() or 0 in strides:
         return None
@@ -431,11 +428,11 @@ class CompressedGated(CompressedLayer):
     """
 
     operator = "activation"
-    always_own = True  # dense, backward would read a sigmoid as well as what it is of
+    always_own = True  # the backward of the dense layer would read both the sigmoid and its input
 
 
 class CompressedGatedMLP(CompressedGated):
-    """Mixin of MLPs with an activation function, whose name is ``replaced``."""
+    """Mixin of MLPs with an activation function, whose attribute is named by ``replaced``."""
 
     always_own = False
     replaced: ClassVar[str]
@@ -443,14 +440,14 @@ class CompressedGatedMLP(CompressedGated):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: the factors of the product are marked, not its input."""
+        """Marked if the function is smooth: the inputs of the product are marked then, not that of the module."""
         known = _known(getattr(self, self.replaced))
         return "marked" if known and self._stored()[0].function in SMOOTH else "own"
 
     def _dense_forward(
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return what the dense module does, with the factors of its product marked."""
+        """Run the dense module with the inputs of its product marked."""
         if not torch.is_grad_enabled():
             return super()._dense_forward(dense, state, args, kwargs)
         (x,) = *args, *kwargs.values()
@@ -458,20 +455,20 @@ class CompressedGatedMLP(CompressedGated):
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
-        """Return why the product stays as it is: its function is not known."""
+        """Return the reason not to compress ``layer``, or ``None`` if its activation function is known."""
         function = getattr(layer, cls.replaced, None)
         if _known(function):
             return None
         return f"its activation function, a {type(function).__name__}, is not one that is known"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the dense module does, quantized if a gradient is recorded."""
+        """Return the output of the dense module, storing factors quantized if a gradient is recorded."""
         if not (may_compress(x) and _known(getattr(self, self.replaced))):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         return self.output(self.hidden(x))
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Return the product."""
+        """Return the gated product."""
         raise NotImplementedError
 
     def output(self, hidden: Tensor) -> Tensor:
@@ -499,11 +496,11 @@ class CompressedGatedMLP(CompressedGated):
         return gated_halves(x, function, block_size, dim, gate_first, widens)
 
     def _is_marked(self) -> bool:
-        """Return whether a compiler traces the dense module with marks in it."""
+        """Return True if a compiler traces the dense module with marks in it."""
         return is_compiling() and self._state.marks is not None and not is_exporting()
 
     def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
-        """Return ``f(a) u`` by torch's operations, for a compiler that packs what backward reads of it."""
+        """Return ``f(a) u`` by torch's operations, with marks for a compiler that packs the tensors of backward."""
         stored, _, widens = self._stored()
         given = self._state.marked(a, trained=False).to(activated_dtype(a, stored, widens))
         factor = ACTIVATIONS[stored.function].forward(given, *stored.parameters)
@@ -538,7 +535,7 @@ class CompressedPhi3MLP(CompressedGatedMLP):
     gate_up_proj: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return what the dense module does, quantized if a gradient is recorded."""
+        """Return the output of the dense module, storing factors quantized if a gradient is recorded."""
         return super().forward(hidden_states)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -547,7 +544,7 @@ class CompressedPhi3MLP(CompressedGatedMLP):
 
 
 class CompressedTimmMLP(CompressedGatedMLP):
-    """Mixin of gated MLPs of timm, which drop and may normalise the product."""
+    """Mixin of gated MLPs of timm, which apply dropout to the product and may normalise it."""
 
     replaced = "act"
     drop1: nn.Module
@@ -556,7 +553,7 @@ class CompressedTimmMLP(CompressedGatedMLP):
     drop2: nn.Module
 
     def output(self, hidden: Tensor) -> Tensor:
-        """Return the projection of the product, dropped and normalised."""
+        """Return the projection of the product after dropout and norm."""
         return cast(Tensor, self.drop2(self.fc2(self.norm(self.drop1(hidden)))))
 
 
@@ -592,13 +589,13 @@ class CompressedGLU(CompressedGated, nn.GLU):
         """Return the product of the halves of ``input``."""
         dims = input.dim()
         if not keeps_derivative(input) or not -dims <= self.dim < dims or input.shape[self.dim] % 2:
-            return super().forward(input)  # torch says what is wrong
+            return super().forward(input)  # torch raises its own error
         function = StoredDerivative("sigmoid", (), self.bits)
         return gated_halves(input, function, self.block_size, self.dim, gate_first=False)
 
 
 def _known(function: nn.Module | None) -> bool:
-    """Return whether the forward of an activation module is that of its class, and known."""
+    """Return True if an activation module runs the forward of its class, and the class is supported."""
     if not isinstance(function, nn.Module) or "forward" in function.__dict__:
         return False
     return activation_class(type(function)) is not None
@@ -607,11 +604,11 @@ def _known(function: nn.Module | None) -> bool:
 # === Classes covered ==================================================================================================
 
 CLASSES: dict[type[nn.Module], type[CompressedGated]] = {nn.GLU: CompressedGLU}
-"""Of each class of torch, what it becomes."""
+"""The compressed class of each class of torch."""
 FOREIGN: dict[tuple[str, str], type[CompressedGated]] = {
     ("timm.layers.mlp", "GluMlp"): CompressedTimmGluMlp,
     ("timm.layers.mlp", "SwiGLU"): CompressedTimmSwiGLU,
     ("transformers.models.llama.modeling_llama", "LlamaMLP"): CompressedLlamaMLP,
     ("transformers.models.phi3.modeling_phi3", "Phi3MLP"): CompressedPhi3MLP,
 }
-"""Of each class of another package, by module and name, the mixin of what it becomes."""
+"""The mixin for each class of another package, by module and name."""

@@ -1,4 +1,4 @@
-r"""Linear layers whose saved input is packed: some of its blocks dropped, the others quantized or kept as they are.
+r"""Linear layers that save their input packed: some of its blocks are dropped, and kept blocks may be quantized.
 
 With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the packed input::
 
@@ -7,24 +7,23 @@ With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the packed inpu
     db = sum_r g[r]           exact
     dW = g^T x_hat            the only approximation
 
-Saved for backward: the packed input, and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast
-copy of the weight (one cast in backward is cheaper than keeping both). Several layers that read one tensor save the
-same packed input (``codec.pack_cache``), and behind a norm that stores its output quantized nothing is packed at all
+Saved for backward: the packed input, and the weight itself if ``dx`` is needed; never ``x``, and never the autocast
+copy of the weight (one cast in backward is cheaper than saving both). Layers that read one tensor save the same packed
+input (``codec.pack_cache``). Behind a norm that stores its output quantized, nothing is packed at all
 (``operators.weight_grad``).
 
 Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
 Pruning", arXiv:2311.16883.
 
-In plain eager mode, what the kernels do with inputs of one layout is one look-up: which way blocks run, how many are
-kept, whether kernels take them and with which launches. Under autocast the kernels that pack an fp32 input also write
-the 16-bit copy of it that the product needs, wherever ``x.to(dtype)`` would lie in memory as it is stored, without
-gaps. Other inputs are cast first. A compiler sees plain torch where all blocks are kept, and the opaque operators
-``pack`` and ``weight_grad`` where they are chosen.
+In plain eager mode, one look-up by the input's layout returns the direction of blocks, the number to keep, and the
+launches if kernels take the input. Under autocast, the kernels that pack an fp32 input also write the 16-bit copy that
+the product reads, if ``x.to(dtype)`` has the strides of the stored layout and no gaps. Other inputs are cast first. A
+compiler traces plain torch where all blocks are kept, and the opaque operators ``pack`` and ``weight_grad`` where
+blocks are chosen.
 
-transformers' ``Conv1D``, of which GPT-2 and its like are made, is a linear layer whose weight lies as ``[IN, OUT]``.
-Its transpose, a view, is multiplied and saved as the weight of ``nn.Linear`` is, so no copy of it is made or kept. The
-weight gradient is made as ``[OUT, IN]`` and turned back, and torch copies it into the layout of the weight where it
-becomes ``.grad``.
+transformers' ``Conv1D``, used in GPT-2 and similar models, is a linear layer whose weight is ``[IN, OUT]``. Its
+transpose, a view, is multiplied and saved like the weight of ``nn.Linear``, so it is never copied. The weight gradient
+is computed as ``[OUT, IN]`` and transposed; torch copies it into the layout of the weight when it becomes ``.grad``.
 """
 
 from __future__ import annotations
@@ -83,13 +82,13 @@ _MANAGED = "_is_fsdp_managed_module"
 
 
 class LinearFunction(torch.autograd.Function):
-    """``F.linear`` whose weight gradient comes from a packed input."""
+    """``F.linear`` whose weight gradient is computed from a packed input."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: Blocks, reuses: bool, eager: bool
     ) -> Tensor:
-        """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``codec.blocks``)."""
+        """Return the exact output, and pack the input at a sparsity of ``parts`` (see ``codec.blocks``)."""
         # x [..., IN], weight [OUT, IN], bias [OUT] or None
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.samples_second = blocks.scope == "sample_second"
@@ -113,7 +112,7 @@ class LinearFunction(torch.autograd.Function):
                     )
         else:
             (x_read, x_rows), packed = _cast_and_pack(x, parts, autocast, blocks, None, False, False)
-        if output is not None:  # the norm before keeps x
+        if output is not None:  # the norm before the layer stores x
             tensors, ctx.layout = cast(tuple[Tensor, ...], output[0]), output[1]
             x_read = x_rows = _cast_to_rows(x, autocast)
         else:
@@ -126,17 +125,17 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable("a linear layer that keeps its input compressed")
     def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return exact input and bias gradients and the weight gradient from the packed input."""
-        weight, *tensors = ctx.saved_tensors
+        """Return exact input and bias gradients, and the weight gradient from the packed input."""
+        weight, *tensors = ctx.saved_tensors  # weight [OUT, IN] if needed, and the packed input
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         grad_x = grad_weight = grad_bias = sums = None
-        grad_rows = _as_rows(grad_output)  # [R, OUT]
+        grad_rows = _as_rows(grad_output)  # [..., OUT] -> [R, OUT]
 
         # === GEMM 1: grad_x [..., IN] = grad_output [..., OUT] @ weight [OUT, IN] ===
         if needs_x:
             weight = as_dtype(weight, grad_rows.dtype)
-            # The same product: `matmul` flattens a contiguous gradient itself, in less time than a view takes here.
+            # Both are the same product: `matmul` flattens a contiguous gradient itself, faster than a view does here.
             whole = grad_output.is_contiguous()
             grad_x = torch.matmul(grad_output, weight) if whole else torch.mm(grad_rows, weight).view(*ctx.x_shape)
             grad_x = as_dtype(grad_x, x_dtype)
@@ -145,7 +144,7 @@ class LinearFunction(torch.autograd.Function):
         if needs_weight:
             behind_norm = isinstance(ctx.layout, OutputLayout)
             is_turned = ctx.layout.order == "samples_second" if behind_norm else ctx.samples_second
-            # in the order of the packed samples
+            # [R, OUT], rows in the order of the packed input
             rows = _as_rows(grad_output.transpose(0, 1)) if is_turned else grad_rows
             if behind_norm:
                 if tensors[2] is not None and ctx.layout.order != "columns":  # the norm has a bias
@@ -174,9 +173,9 @@ def _cast_and_pack(
     aligned: bool,
     eager: bool,
 ) -> tuple[tuple[Tensor, Tensor], Packed]:
-    """Return ``x`` as autocast casts it, the same as the product had better read it, and the packed input.
+    """Return ``x`` cast as by autocast, the same laid out for the product, and the packed input.
 
-    ``backend`` is the one that is asked for; ``eager``: kernels may run.
+    ``backend`` is the forced one, if any. Kernels may run only if ``eager``.
     """
     launch = None
     if eager:
@@ -192,39 +191,39 @@ def _cast_and_pack(
     stored, transposed = stored_view(x_read, blocks.block_size, blocks.scope)  # [samples, rows, length]
     block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
     tensors = (pack_blocks if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
-    # Blocks along the features of a transposed view are packed from the copy that the product needs too.
+    # If blocks run along the features of a transposed view, `stored` is a copy, which the product needs too.
     x_rows = x_read if transposed or blocks.scope == "sample_second" else stored
     return (x_read, x_rows), Packed(tensors, stored_shape(x_read, transposed), transposed, block, blocks.bits)
 
 
 def _cast(x: Tensor, autocast: torch.dtype | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Return what ``_cast_and_pack`` does of an ``x`` that is packed already."""
+    """Return the first two results of ``_cast_and_pack`` for an ``x`` that is packed already."""
     x_read = x if autocast is None else cast_input(x, autocast, blocks.block_size)
     return x_read, x_read
 
 
 def _cast_to_rows(x: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return ``x`` as autocast casts it; a cast that the product would turn in memory is made turned at once."""
+    """Return ``x`` cast as by autocast; a cast copy is contiguous, since the product would copy any other again."""
     if autocast is None or x.dtype == autocast:
         return x
     return x.to(dtype=autocast, memory_format=torch.contiguous_format)
 
 
 def _product(x: Tensor, x_read: Tensor, x_rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``F.linear(x_read, weight, bias)``, bit for bit as it is where gradients are recorded.
+    """Return ``F.linear(x_read, weight, bias)``, bit for bit as torch computes it while it records gradients.
 
-    Inside a function they are not, and an input with gaps, or a transposed one, would be multiplied sample by sample:
-    198 us where copy and product take 105 (token mixing of ResMLP-S12, 128 images, H200). Recorded, there is one
-    product of all rows, which is rounded before the bias is added.
+    Inside an autograd function gradients are not recorded, and torch would multiply an input with gaps, or a transposed
+    one, sample by sample: 198 us, where copy and product take 105 (token mixing of ResMLP-S12, 128 images, H200). While
+    it records, torch computes one product of all rows, which is rounded before the bias is added.
 
     Args:
         x: The input before autocast.
-        x_read: As autocast casts it, ``[..., IN]``.
-        x_rows: As the product had better read it where that takes a copy.
+        x_read: The input after autocast, ``[..., IN]``.
+        x_rows: The same laid out for the product, to be read if ``x_read`` would be copied.
         weight: ``[OUT, IN]``.
         bias: ``[OUT]`` or ``None``.
     """
-    # A cast keeps the order of dimensions in memory, but has no gaps.
+    # A cast copy has the same order of dimensions in memory, but no gaps.
     if (
         x.dim() < 3
         or x.is_contiguous()
@@ -238,7 +237,7 @@ def _product(x: Tensor, x_read: Tensor, x_rows: Tensor, weight: Tensor, bias: Te
 
 
 def _flattens(x: Tensor) -> bool:
-    """Return whether ``x [..., IN]`` can be read as ``[R, IN]`` where it lies, as which products then read it."""
+    """Return True if ``x [..., IN]`` can be read as ``[R, IN]`` in place; torch's product then does so."""
     expected = None
     for size, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True):
         if size == 1:
@@ -250,21 +249,21 @@ def _flattens(x: Tensor) -> bool:
 
 
 def _as_rows(grad_output: Tensor) -> Tensor:
-    """Return ``grad_output [..., OUT]`` as ``[R, OUT]`` without turning it in memory.
+    """Return ``grad_output [..., OUT]`` as ``[R, OUT]`` without transposing it in memory.
 
-    A transposed gradient (token mixing) has to be copied, but keeps its innermost dimension: on an H200, 9.6 million
-    16-bit values take 23 us so and 55 turned, and their sum for the bias 7 us instead of 53.
+    A transposed gradient (token mixing) has to be copied, but the copy has the same innermost dimension: on an H200,
+    9.6 million 16-bit values take 23 us that way and 55 if transposed, and their sum for the bias 7 us instead of 53.
     """
     if grad_output.dim() == 2:
         return grad_output
     if grad_output.dim() == 3 and grad_output.stride(1) == 1 and grad_output.stride(2) != 1:
         return grad_output.permute(2, 0, 1).reshape(grad_output.shape[2], -1).t()
-    rows = math.prod(grad_output.shape[:-1])  # not -1, since a shard may have no outputs
+    rows = math.prod(grad_output.shape[:-1])  # -1 would fail for a shard without outputs
     return grad_output.reshape(rows, grad_output.shape[-1])
 
 
 def _column_sums(grad_rows: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
-    """Return the sum of ``grad_rows [R, OUT]`` over its rows; of columns in memory torch's own sum is the fastest."""
+    """Return the sum of ``grad_rows [R, OUT]`` over its rows; if columns are contiguous, torch's own sum is fastest."""
     if eager and grad_rows.stride(1) == 1 and grad_rows.numel() > 0:
         aligned, device = is_aligned(grad_rows), grad_rows.device
         key = grad_rows.shape, grad_rows.stride(0), grad_rows.dtype, dtype, device, aligned, forced_backend()
@@ -278,10 +277,10 @@ def _column_sums(grad_rows: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
 def weight_grad_of(
     grad_y: Tensor, blocks: Blocks, shape: tuple[int, int, int], transposed: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return what computes the weight gradient of an input, or of what is kept of it, as backward does.
+    """Return a function that computes the weight gradient of an input or of its packed copy, as backward does.
 
-    ``grad_y``: gradient of the output, inside attention ``[T, N, OUT]``; ``shape``, ``transposed``: of the input as
-    stored. The function takes that as ``[batch * rows, length]``, and returns fp32, or fp64 of fp64.
+    ``grad_y`` is the gradient of the output, inside attention ``[T, N, OUT]``; ``shape`` and ``transposed`` describe
+    the stored input. The function takes the input as ``[batch * rows, length]``, and returns fp32, or fp64 for fp64.
     """
     rows = _as_rows(grad_y.transpose(0, 1) if blocks.scope == "sample_second" else grad_y)
     dtype = torch.promote_types(grad_y.dtype, torch.float32)
@@ -296,13 +295,13 @@ def weight_grad_of(
 
 
 class InputLaunch(NamedTuple):
-    """What forward does with inputs of one layout.
+    """Launch and constants of forward for inputs of one layout.
 
     Args:
-        copied: Whether the kernels read a contiguous copy, which the product reads too if it needs one.
+        copied: True if the kernels read a contiguous copy, which the product reads too if it needs one.
         layout: Shape, transposition, block and bits of ``Packed``.
-        pack: Packs the input or its copy, or, given memory for its cast too, writes and packs that.
-        new_cast: Returns that memory, laid out as ``x.to(dtype)`` is; ``None`` if what is packed is there already.
+        pack: Packs the input or its copy. With memory for the cast input as a second argument, it casts and packs.
+        new_cast: Allocates that memory with the strides of ``x.to(dtype)``; ``None`` if ``pack`` does not cast.
     """
 
     copied: bool
@@ -322,10 +321,10 @@ def _input_launch(
     blocks: Blocks,
     backend: Backend | None,
 ) -> InputLaunch | None:
-    """Return how the kernels pack inputs of a layout, ``None`` if that is not for them to do.
+    """Return the launch for inputs of a layout, or ``None`` if no kernel takes them.
 
-    Unless there is a ``new_cast``, they get ``cast_input(x, autocast, blocks.block_size)``. ``aligned`` and ``backend``
-    matter to the compiled kernels that are kept, and to the choice.
+    Without ``new_cast``, the kernels get ``cast_input(x, autocast, blocks.block_size)``. ``aligned`` only
+    selects the compiled kernels that the launch caches, and ``backend`` is the forced one, if any.
     """
     block_size, scope, bits, selection = blocks
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -357,7 +356,7 @@ def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
 def _castable(
     x: Tensor, cast: Tensor, stored: Tensor, transposed: bool, block_size: int, scope: AnyScope
 ) -> Tensor | None:
-    """Return the view of ``x`` that kernels can cast to ``stored``, a view of ``cast``, or ``None`` without one."""
+    """Return the view of ``x`` that kernels can cast to ``stored``, a view of ``cast``, or ``None``."""
     if cast is x or x.dtype != torch.float32:
         return None
     source, alike = stored_view(x, block_size, scope)
@@ -370,7 +369,7 @@ def _shares_memory(view: Tensor, x: Tensor) -> bool:
 
 
 input_launches = LaunchCache(_input_launch)
-"""How the kernels pack inputs of each layout; convolutions look theirs up here too, as rows."""
+"""Launches by layout of the input; convolutions look up theirs here too, as rows."""
 
 
 def _sums_launch(
@@ -382,7 +381,7 @@ def _sums_launch(
     aligned: bool,
     backend: Backend | None,
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return what adds up rows by a kernel; ``aligned`` and ``backend`` matter to what it keeps, and to the choice."""
+    """Return a launch that sums rows, or ``None``; ``aligned`` only selects the compiled kernel that it caches."""
     if choose_backend(shape, source, device, 1, 1) == "reference":
         return None
     from lightning_actprune.kernels.sums import column_sums_launch
@@ -399,7 +398,7 @@ _sums_launches = LaunchCache(_sums_launch)
 def compressed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: Blocks, reuses: bool = False
 ) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, keeping ``x`` packed for backward if anything is kept of it.
+    """Return ``F.linear(x, weight, bias)``, and save ``x`` packed for backward if ``compresses`` says so.
 
     Args:
         x: ``[..., IN]``.
@@ -407,7 +406,7 @@ def compressed_linear(
         bias: ``[OUT]`` or ``None``.
         parts: The sparsity (see ``codec.blocks.sparsity_parts``).
         blocks: How ``x`` is cut into blocks and stored.
-        reuses: Whether ``x`` may be made again from what the layer before keeps, and from that layer's parameters.
+        reuses: Whether ``x`` may be computed again from the stored output of the layer before and its parameters.
     """
     if not compresses(x, weight, parts, blocks):
         return F.linear(x, weight, bias)
@@ -417,7 +416,7 @@ def compressed_linear(
 
 
 def compresses(x: Tensor, weight: Tensor, parts: int, blocks: Blocks) -> bool:
-    """Return whether ``x`` is kept for the gradient of ``weight``, and packed."""
+    """Return True if ``x`` is packed for the gradient of ``weight``."""
     return (parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(x)
 
 
@@ -445,28 +444,28 @@ def linear(
     scope: Scope = "sample",
     selection: Selection = "largest",
 ) -> Tensor:
-    """Apply a linear layer that keeps its input packed for backward.
+    """Apply a linear layer that saves its input packed for backward.
 
-    Output, input gradient and bias gradient are exact. In no-grad mode, in a ``torch.func`` transform, while it is
-    exported, with a weight that needs no gradient, of a sparse or nested input, or at ``sparsity=0`` with values stored
-    as they are, this is ``F.linear`` and nothing is packed.
+    Output, input gradient and bias gradient are exact. Nothing is packed and this is ``F.linear`` in no-grad mode, in a
+    ``torch.func`` transform, during export, if the weight needs no gradient, if the input is sparse or nested, and at
+    ``sparsity=0`` without ``bits``.
 
     Args:
         x: Input ``[..., in_features]``, floating point.
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]`` or ``None``.
         sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Consecutive values per block, positive; cut to the row if larger. Blocks run along the features, or,
-            of a transposed view ``[B, T, D]`` with ``T`` innermost in memory, along ``T`` if they fill up better there.
+        block_size: Consecutive values per block, positive; shorter rows shorten it. Blocks run along the features, or
+            along ``T`` for a transposed view ``[B, T, D]`` with ``T`` innermost in memory if that fills them up better.
         bits: Bits of each kept value, 2, 3, 4 or 8, with random errors of mean zero (``codec.formats``); ``None`` keeps
-            values as they are.
-        scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row, that
-            is of the values along which blocks run.
-        selection: Which blocks are kept: ``"largest"``, those of the largest L2 norm (the paper); ``"swap"``,
-            those of the largest norm times a random factor of at most 2^0.75 up or down, so that blocks near the
-            threshold change places; ``"unbiased"``, blocks drawn at random, the larger the more often, and scaled up
-            so that the expectation of what is stored is the input. The random numbers are hashes of the input: the
-            same input, the same choice. Without effect at ``sparsity=0``, where all are kept.
+            values in their own type.
+        scope: Blocks that compete: ``"sample"``, those of ``x[i]`` (1-D and 2-D input: of a row); ``"token"``, those of
+            a row, along which blocks run.
+        selection: Which blocks are kept. ``"largest"``: those with the largest L2 norm (the paper). ``"swap"``: those
+            with the largest norm times a random factor of at most 2^0.75 up or down, so that blocks near the threshold
+            change places. ``"unbiased"``: blocks drawn at random, larger ones more often, and scaled up so that the
+            expectation of the stored input is the input. Random numbers are hashes of the input, so the same input
+            gives the same choice. No effect at ``sparsity=0``, where all blocks are kept.
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -487,7 +486,7 @@ def linear(
 def _setting(
     sparsity: float, block_size: int, bits: int | None, scope: Scope, selection: Selection
 ) -> tuple[int, Blocks]:
-    """Return what a call is told of its arguments, checked once."""
+    """Check the arguments and return them as parts and blocks; cached, so equal arguments are checked once."""
     keep = Keep(bits, check_sparsity(sparsity), block_size, scope, selection)
     return sparsity_parts(check_sparsity(sparsity)), Blocks(keep.block_size, scope, keep.stored_bits, selection)
 
@@ -496,27 +495,27 @@ def _setting(
 
 
 class CompressedLinear(CompressedLayer):
-    """Mixin of layers that multiply their input by a weight matrix and keep it packed."""
+    """Mixin of layers that multiply their input by a weight matrix and save it packed."""
 
     operator: ClassVar[Operator] = "linear"
     drops_blocks = True
 
 
 class ActivationPrunedLinear(CompressedLinear, nn.Linear):
-    """A linear layer with a dense, exact forward and a packed saved input.
+    """A linear layer with a dense, exact forward that saves its input packed.
 
-    Same parameters, ``state_dict`` and output as ``nn.Linear``; input and bias gradients are exact, the weight gradient
-    is computed from the kept blocks (arXiv:2311.16883), or from what a norm before it keeps. In no-grad mode, in a
-    ``torch.func`` transform, while it is exported, with a frozen weight, of a sparse or nested input or at
-    ``sparsity=0`` with values stored as they are, it is ``nn.Linear`` in every respect.
+    Parameters, ``state_dict`` and output are those of ``nn.Linear``. Input and bias gradients are exact. The weight
+    gradient is computed from the kept blocks (arXiv:2311.16883), or from the stored output of a norm before the layer.
+    It behaves exactly as ``nn.Linear`` in no-grad mode, in a ``torch.func`` transform, during export, with a frozen
+    weight, for a sparse or nested input, and at ``sparsity=0`` without ``bits``.
 
     Args:
         in_features: Size of each input row.
         out_features: Size of each output row.
         bias: Whether to add a learned bias.
         sparsity: Fraction of blocks dropped, in [0, 1). May be assigned between steps.
-        block_size: Consecutive values per block, positive; a block larger than a row is cut to the row.
-        bits: Bits of each value, ``None`` for values as they are.
+        block_size: Consecutive values per block, positive; shorter rows shorten it.
+        bits: Bits of each kept value, ``None`` for values in their own type.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"``.
         device: Device of the parameters.
@@ -555,7 +554,7 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
-        state, weight = self._state, self.weight  # which a module takes a while to find
+        state, weight = self._state, self.weight  # read once: looking up attributes of a module takes time
         parts, blocks = state.parts.size(0), state.blocks
         if state.keep.fine_rows and not input.is_nested:
             parts, blocks = state.of(input)

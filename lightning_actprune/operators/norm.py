@@ -1,4 +1,4 @@
-r"""Normalisation of rows, and their scaling, whose input is kept quantized.
+r"""Normalisation and scaling of rows that store their input quantized.
 
 With ``x [R, L]``, per row::
 
@@ -7,38 +7,38 @@ With ``x [R, L]``, per row::
 
     grad_b = sum_r g     grad_w = sum_r g x^     grad_x = rstd (g w - mean(g w) - x^ mean(g w x^))
 
-(the second term only if ``centred``). Without ``normed`` rows are only scaled and shifted, as in an affine layer: the
-mean is 0, rstd 1 and not stored, and ``grad_x = g w`` exact.
+(the second term only if ``centred``). Without ``normed``, rows are only scaled and shifted, as in an affine layer: the
+mean is 0, rstd is 1 and not stored, and ``grad_x = g w`` is exact.
 
-A residual may be added to y, by the pass that computes it; its gradient is g itself. torch writes the product ``x w``
-to memory and reads it again for the sum.
+A residual can be added in the pass that computes y; its gradient is g itself. torch writes the product ``x w`` to
+memory and reads it again for the sum.
 
-Backward reads x~, which is what is stored of x^, in place of x^; output and ``grad_b`` are exact, ``rstd`` is kept in
-fp32. x~ = x^ + n with errors n of mean zero and of root mean square s, where that of x^ is 1 (normal values in blocks
-of 32: 8 bits 0.005, 4 bits 0.09, 3 bits 0.19, 2 bits 0.44):
+Backward reads x~, the stored x^, in place of x^. The output and ``grad_b`` are exact, and ``rstd`` is stored in fp32.
+x~ = x^ + n with errors n of mean zero and root mean square s, where that of x^ is 1 (normal values in blocks of 32:
+8 bits 0.005, 4 bits 0.09, 3 bits 0.19, 2 bits 0.44):
 
 ``grad_w``
-    gets sum_r g n, whose mean is zero: as in the weight gradient of a linear layer, errors of many rows cancel.
+    has the error sum_r g n of mean zero: as in the weight gradient of a linear layer, errors of many rows cancel.
 ``grad_x``
     With c = cos of the angle between g w and x^, and |x^| = sqrt(L)::
 
         error = -rstd (n mean(g w x~) + x^ mean(g w n))
         |error| <= rstd |g w| s (2 + s)                      in any case
-        |error| ~  rstd |g w| s sqrt(c^2 + 2/L)              of errors that know nothing of g
+        |error| ~  rstd |g w| s sqrt(c^2 + 2/L)              if errors are independent of g
 
-    where the exact gradient has rstd |g w| sqrt(1 - c^2). Only as far as g w points along x^ is anything lost: at
+    where the norm of the exact gradient is rstd |g w| sqrt(1 - c^2). The error is large only if g w points along x^: at
     L = 768, 4 and 2 bits are off by 0.5 and 2.4 % of a random g (c = 0), and by 7 and 33 %, of mean zero, at c = 0.6.
 
-Saved for backward: x^ quantized, ``rstd`` in fp32 for each row, and the weight as it is. torch keeps the input as it is
-and two numbers a row. Statistics are in fp32, as torch's; blocks never reach beyond a row.
+Saved for backward: x^ quantized, one fp32 ``rstd`` per row, and the weight itself. torch saves the input itself and two
+numbers per row. Statistics are in fp32, as torch's are; blocks never cross the end of a row.
 
-In plain eager mode on a GPU kernels do it, by launches that are looked up. Everything else runs the plain-torch form.
+In plain eager mode on a GPU, kernels run by cached launches. Everything else runs in plain torch.
 
-**Layers that scale, and perhaps shift, each feature** (``y = x * weight + bias``) need their input for the gradient of
-the weight alone, as a linear layer does: all of it is kept quantized, and all other gradients stay exact. ``Affine`` is
-a plain layer of that kind for models of one's own, which ``convert`` knows; layers of timm that do the same are known
-too. timm's ``ResBlock`` (ResMLP) scales by parameters of its own what its branches return, and adds that to its input.
-Scale and sum are one pass unless paths are dropped between them.
+**Layers that scale, and perhaps shift, each feature** (``y = x * weight + bias``) need their input only for the
+gradient of the weight, as a linear layer does. The whole input is stored quantized, and all other gradients are exact.
+``Affine`` is a plain layer of that kind for your own models, which ``convert`` supports, and so are the equivalent
+layers of timm. timm's ``ResBlock`` (ResMLP) scales its branches by parameters of its own and adds them to its input.
+Scale and sum are one kernel unless paths are dropped between them.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ if TYPE_CHECKING:
     from lightning_actprune.kernels.norm import NormGradLaunch, NormLaunch
 
 
-# === What is computed, and what backward has to know ==================================================================
+# === Settings, and constants for backward =============================================================================
 
 
 class NormSetting(NamedTuple):
-    """What is computed, and how it is stored.
+    """Settings of the normalisation and of its storage.
 
     Args:
-        centred: Whether the mean is subtracted.
-        rounded: Whether normalised values are rounded to the type of the input before they are multiplied.
+        centred: True if the mean is subtracted.
+        rounded: True if normalised values are rounded to the type of the input before they are multiplied.
         eps: Added to the variance.
-        block_size: Values per block, not yet cut to a row.
+        block_size: Values per block; shorter rows shorten it.
         bits: Bits of a stored value.
-        normed: Whether rows are normalised; if not, they are only scaled and shifted.
-        keeps_layout: Whether the output lies in memory as the input does, as that of torch's element-wise operations;
-            it is contiguous otherwise.
+        normed: True if rows are normalised; otherwise they are only scaled and shifted.
+        keeps_layout: True if the output has the strides of the input, as torch's element-wise operations do; it is
+            contiguous otherwise.
     """
 
     centred: bool
@@ -111,14 +111,14 @@ Parameter = tuple[tuple[int, ...], torch.dtype]
 
 
 class NormLayout(NamedTuple):
-    """What backward has to know of forward, besides tensors.
+    """Constants that backward needs from forward.
 
     Args:
-        setting: With blocks cut to a row.
-        shape: Of input and output.
+        setting: Settings, with blocks cut to a row.
+        shape: Shape of input and output.
         rows: ``(R, L)``.
-        dtype: Of the input.
-        parameters: Of weight and bias, ``None`` without one.
+        dtype: Type of the input.
+        parameters: Shape and type of weight and bias, ``None`` for a missing one.
     """
 
     setting: NormSetting
@@ -132,7 +132,7 @@ class NormLayout(NamedTuple):
 
 
 class NormFunction(torch.autograd.Function):
-    """Normalisation or scaling over the last dimensions that keeps its input quantized."""
+    """Autograd function of normalisation or scaling over the last dimensions that saves its input quantized."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ class NormFunction(torch.autograd.Function):
         dtype: torch.dtype,
         eager: bool,
     ) -> Tensor:
-        """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
+        """Return the exact output in ``dtype``, normalised over the last dimensions, of ``shape``."""
         # x and residual [..., *shape], read as rows [R, L]; weight and bias of L values
         eager = eager and (residual is None or in_plain_eager_mode(residual))
         bound = _find_launch(x, weight, bias, residual, shape, setting, dtype) if eager else None
@@ -175,7 +175,7 @@ class NormFunction(torch.autograd.Function):
         if not (needs_x or needs_weight or needs_bias):
             return None, None, None, grad_residual
         layout: NormLayout = ctx.layout
-        values, rstd, weight = ctx.saved_tensors  # the bytes of x~, [R], [L]
+        values, rstd, weight = ctx.saved_tensors  # the bytes of x~, [R], L values
         of_weight, of_bias = layout.parameters
         wanted = of_weight if needs_weight else None, of_bias if needs_bias else None
         if eager and ctx.launched and may_launch(grad_output):
@@ -196,7 +196,7 @@ _norm = applied(NormFunction)
 
 
 def _laid_out(y: Tensor, x: Tensor, setting: NormSetting, eager: bool) -> Tensor:
-    """Return the output as the dense layer's lies in memory, of an ``x`` that is not in order."""
+    """Return the output with the strides of the dense layer's, for an ``x`` that is not contiguous."""
     if setting.keeps_layout:
         return laid_out_as(x, y)
     if setting.normed and not setting.centred and (eager or x.device.type == "cpu"):
@@ -205,15 +205,15 @@ def _laid_out(y: Tensor, x: Tensor, setting: NormSetting, eager: bool) -> Tensor
 
 
 def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
-    """Return ``y`` as an element-wise operation of torch lays out its output of ``x``."""
+    """Return ``y`` with the strides that an element-wise operation of torch gives its output for ``x``."""
     laid_out = torch.empty_like(x, dtype=y.dtype)
     return y if laid_out.stride() == y.stride() else laid_out.copy_(y)
 
 
 def dense_format(x: Tensor, of_batch: bool = False) -> torch.memory_format:
-    """Return how outputs of torch's norms lie that do not lie as ``x``: with the channels of images last if its are.
+    """Return the memory format of outputs of torch's norms: channels last if ``x`` is an image with channels last.
 
-    ``x`` may have gaps. Where a dimension of size 1 leaves open whether they are, its stride decides, but not in batch
+    ``x`` may have gaps. If a dimension of size 1 leaves the format open, its stride decides, but not in batch
     normalisation on the CPU (``of_batch``).
     """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
@@ -230,7 +230,7 @@ def dense_format(x: Tensor, of_batch: bool = False) -> torch.memory_format:
 
 
 def _of_parameter(total: Tensor | None, parameter: Parameter | None) -> Tensor | None:
-    """Return the gradient ``[L]`` of a parameter as that has it."""
+    """Return the gradient ``[L]`` of a parameter in its shape and type."""
     return None if total is None or parameter is None else as_dtype(total, parameter[1]).view(parameter[0])
 
 
@@ -246,7 +246,7 @@ def _normalized(
     setting: NormSetting,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, NormLayout]:
-    """Return output, values, ``rstd``, and what backward has to know besides, in plain torch."""
+    """Return output, values, ``rstd`` and layout, in plain torch."""
     length, number = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
     setting = setting.cut_to(length)
     check_storable(x, setting.bits, ceil_div(number * length, setting.block_size), setting.block_size)
@@ -271,14 +271,14 @@ def normalize(
         x: In fp32 or 16 bits.
         weight: ``[L]`` or ``None``.
         bias: ``[L]`` or ``None``.
-        residual: ``[R, L]`` to be added to the output, or ``None``.
-        setting: What is computed, with blocks cut to a row.
+        residual: ``[R, L]`` to add to the output, or ``None``.
+        setting: Settings, with blocks cut to a row.
         dtype: Type of the output.
 
     Returns:
-        ``y [R, L]``, the bytes of all blocks and ``rstd [R]``, fp32, ``None`` without ``normed``.
+        ``y [R, L]``, the bytes of all blocks, and ``rstd [R]`` in fp32, or ``None`` without ``normed``.
     """
-    wide, rstd = x.float(), None
+    wide, rstd = x.float(), None  # [R, L]
     if setting.centred:
         wide = wide - wide.mean(-1, keepdim=True)
     if setting.normed:
@@ -309,12 +309,12 @@ def normalize_grad(
         values: The bytes of all blocks.
         rstd: ``[R]``, fp32, or ``None``.
         weight: ``[L]`` or ``None``.
-        setting: As forward.
+        setting: Settings of forward.
         dtype: Type of the input gradient.
-        wanted: Whether the gradients of weight and bias are; ``None`` is returned for one that is not.
+        wanted: Which gradients of weight and bias are needed; the other ones are returned as ``None``.
     """
     x = unpack_all(values, grad_output.shape[0], grad_output.shape[1], setting.block_size, setting.bits, torch.float32)
-    grad = grad_output.float()
+    grad = grad_output.float()  # x and grad [R, L]
     of_weight, of_bias = (grad * x).sum(0) if wanted[0] else None, grad.sum(0) if wanted[1] else None
     if weight is not None:
         grad = grad * weight.float()
@@ -330,9 +330,9 @@ def normalize_grad(
 
 
 def may_launch(x: Tensor) -> bool:
-    """Return whether kernels might take ``x``, in plain eager mode; only then may its address be asked for.
+    """Return True if kernels may take ``x``, in plain eager mode; only then may its address be read.
 
-    Not every device has addresses, and asking ends a lazy copy.
+    Not every device has addresses, and reading one ends a lazy copy.
     """
     forced = forced_backend()
     return x.is_cuda if forced is None else forced == "triton"
@@ -347,7 +347,7 @@ def _find_launch(
     setting: NormSetting,
     dtype: torch.dtype,
 ) -> tuple[NormLaunch, NormLayout] | None:
-    """Return how the kernels take these tensors, or ``None`` if they do not."""
+    """Return the launch for these tensors and the layout, or ``None`` if the kernels do not take them."""
     forced = forced_backend()
     if not x.is_cuda if forced is None else forced != "triton":  # as ``may_launch``
         return None
@@ -384,7 +384,7 @@ def _norm_launch(
     forced: Backend | None,
     starts: tuple[bool, ...],
 ) -> tuple[NormLaunch, NormLayout] | None:
-    """Make the launch of a layout; types and ``starts`` matter to the compiled kernel that it keeps, too."""
+    """Return the launch for a layout or ``None``; types and ``starts`` also select the kernel that it caches."""
     length = math.prod(row_shape)
     rows, setting = (math.prod(shape[: len(shape) - len(row_shape)]), length), setting.cut_to(length)
     blocks, columns = ceil_div(rows[0] * length, setting.block_size), ceil_div(length, setting.block_size)
@@ -416,7 +416,7 @@ def _norm_grad_launch(
     device: torch.device,
     starts: tuple[bool, ...],
 ) -> NormGradLaunch:
-    """Make the launch for gradients of one kind; ``dtype`` and ``starts`` matter to the kernel that it keeps, too."""
+    """Return the launch for gradients of one kind; ``dtype`` and ``starts`` also select the kernel that it caches."""
     from lightning_actprune.kernels.norm import NormGradLaunch
 
     setting, shape, rows, of_x, parameters = layout
@@ -430,7 +430,7 @@ _grad_launches = LaunchCache(_norm_grad_launch)
 
 
 def _row_stride(shape: tuple[int, ...], rows: tuple[int, int], strides: tuple[int, ...]) -> int | None:
-    """Return the stride of the rows of a tensor, ``None`` if it has to be copied."""
+    """Return the stride of the rows of a tensor, or ``None`` if it has to be copied."""
     given = torch.empty_strided(shape, strides, device="meta")
     flat = given.reshape(rows)
     shares = flat.untyped_storage()._cdata == given.untyped_storage()._cdata
@@ -460,9 +460,9 @@ def scaled(
 
     Args:
         x: ``[..., L]``.
-        weight: A value a feature, of any shape.
-        bias: Of the shape of ``weight``, or ``None``.
-        residual: Of the shape of ``x``, or ``None``.
+        weight: One value per feature, in any shape.
+        bias: In the shape of ``weight``, or ``None``.
+        residual: In the shape of ``x``, or ``None``.
         block_size: Values per block.
         bits: Bits of a stored value.
     """
@@ -476,9 +476,9 @@ def scaled(
 
 
 def output_dtype(x: Tensor, operator: str) -> torch.dtype:
-    """Return the type in which torch's ``operator`` computes, and returns, the normalised ``x``.
+    """Return the type in which torch's ``operator`` computes and returns the normalised ``x``.
 
-    A kernel reads ``x`` as it is, and writes fp32 where autocast asks for it: no copy is made.
+    A kernel reads ``x`` in its own type, and writes fp32 where autocast asks for it: no copy is made.
     """
     dtype = x.dtype
     if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
@@ -490,10 +490,10 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
 
 
 class CompressedNorm(CompressedLayer):
-    """Mixin of normalisation layers that keep their normalised input quantized.
+    """Mixin of normalisation layers that save their normalised input quantized.
 
-    Same parameters, ``state_dict`` and output (to rounding) as the layers they replace, and the same types under
-    autocast. Where neither input nor weight needs a gradient, they are those layers in every respect.
+    Parameters, ``state_dict`` and output (to rounding) are those of the dense layers, and so are the types under
+    autocast. If neither input nor weight needs a gradient, they behave exactly as the dense layers.
 
     Raises:
         TypeError: If the input is a DTensor, or in fp64.
@@ -503,16 +503,16 @@ class CompressedNorm(CompressedLayer):
     operator: ClassVar[Operator] = "norm"
 
     def keeps(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
-        """Return whether anything is kept of ``x``."""
+        """Return True if anything is saved of ``x``."""
         if not (x.requires_grad or (weight is not None and weight.requires_grad)) or not may_compress(x):
             return False
         plain = type(x) is Tensor and (weight is None or (type(weight) is nn.Parameter and weight.device == x.device))
         if plain and x.is_floating_point() and x.shape[-len(shape) :] == shape:
-            return True  # as ``takes`` would find, which nearly always is so
+            return True  # the usual case, in which ``takes`` returns True
         return self.takes(x, weight, shape)
 
     def setting(self, centred: bool, eps: float | None) -> NormSetting:
-        """Return what is computed and how it is stored; torch takes the least of fp32 for ``None``."""
+        """Return the settings; if ``eps`` is ``None``, torch takes the machine epsilon of fp32."""
         least = torch.finfo(torch.float32).eps if eps is None else eps
         blocks = self._state.blocks
         return NormSetting(centred, False, least, blocks.block_size, blocks.bits)
@@ -526,7 +526,7 @@ class CompressedLayerNorm(CompressedNorm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
-        shape, weight = self.normalized_shape, self.weight  # asked for once: a module's parameter takes a while to find
+        shape, weight = self.normalized_shape, self.weight  # read once: looking up a module's parameter takes time
         if (weight is not None and weight.shape != shape) or not self.keeps(input, weight, shape):
             return super().forward(input)
         return norm(input, weight, self.bias, shape, self.setting(True, self.eps), output_dtype(input, "layer_norm"))
@@ -547,7 +547,7 @@ class CompressedRMSNorm(CompressedNorm, nn.RMSNorm):
 
 
 class CompressedTimmLayerNorm(CompressedLayerNorm):
-    """Mixin of timm's ``LayerNorm``, which is that of torch unless timm's "fast norm" is switched on."""
+    """Mixin of timm's ``LayerNorm``, which is torch's unless timm's "fast norm" is switched on."""
 
     _fast_norm: bool
 
@@ -583,7 +583,7 @@ class CompressedLlamaRMSNorm(CompressedNorm):
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
-        """Return why ``layer`` cannot be compressed all the same: a copy may be made with other things."""
+        """Return the reason not to compress ``layer``, or ``None``: copies of the class may have other attributes."""
         weight, eps = (getattr(layer, name, None) for name in cls.reads)
         if not isinstance(weight, Tensor) or weight.dim() != 1:
             return "its `weight` is no vector, so it is not known to normalise what the weight is for"
@@ -606,7 +606,7 @@ class Affine(nn.Module):
     Args:
         features: Size of each input row.
         bias: Whether to add a learned number.
-        scale: First value of all factors.
+        scale: Initial value of all factors.
         device: Device of the parameters.
         dtype: Type of the parameters.
 
@@ -635,10 +635,10 @@ class Affine(nn.Module):
 
 
 class CompressedScale(CompressedLayer):
-    """Mixin of layers that scale each feature and keep their input quantized.
+    """Mixin of layers that scale each feature and save their input quantized.
 
-    In no-grad mode, with frozen factors, or of an input that is no floating-point tensor of as many features, they are
-    the dense layers in every respect.
+    In no-grad mode, with frozen factors, or if the input is no floating-point tensor with as many features, they behave
+    exactly as the dense layers.
 
     Raises:
         TypeError: If the input is a DTensor, or in fp64.
@@ -648,11 +648,11 @@ class CompressedScale(CompressedLayer):
     operator: ClassVar[Operator] = "scale"
 
     def keeps(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether ``x`` is kept for the gradient of ``weight``."""
+        """Return True if ``x`` is saved for the gradient of ``weight``."""
         return weight.requires_grad and may_compress(x) and self.takes(x, weight, (weight.numel(),))
 
     def scaled(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """Return ``x * weight + bias + residual``, of parameters that have one value per feature."""
+        """Return ``x * weight + bias + residual``, where parameters have one value per feature."""
         return scaled(x, weight, bias, residual, self.block_size, self.bits)
 
 
@@ -663,7 +663,7 @@ class CompressedAffine(CompressedScale, Affine):
 
     @classmethod
     def operator_of(cls, layer: Any) -> Operator:
-        """Return what ``layer``, dense or compressed, is: it may only scale."""
+        """Return the operator of ``layer``, dense or compressed: without a bias it only scales."""
         return "scale" if layer.bias is None else "affine"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -694,7 +694,7 @@ class CompressedTimmLayerScale(CompressedScale):
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
-        """Return why ``layer`` cannot be compressed all the same."""
+        """Return the reason not to compress ``layer``, or ``None``."""
         return "scales in place, of which torch keeps a copy" if layer.inplace else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -717,7 +717,7 @@ class CompressedTimmResBlock(CompressedScale):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: its branches are marked by the layers in it."""
+        """The dense layer: the layers in its branches mark their own inputs."""
         return "dense"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -743,7 +743,7 @@ CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.RMSNorm: CompressedRMSNorm,
     Affine: CompressedAffine,
 }
-"""What layers of torch and of this package become."""
+"""The compressed class of each class of torch and of this package."""
 FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("timm.layers.norm", "LayerNorm"): CompressedTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): CompressedTimmLayerNorm2d,
@@ -752,4 +752,4 @@ FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("timm.layers.layer_scale", "LayerScale"): CompressedTimmLayerScale,
     ("timm.models.mlp_mixer", "ResBlock"): CompressedTimmResBlock,
 }
-"""Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""
+"""The mixin that replaces the forward of each class of another package; it comes first among the bases."""

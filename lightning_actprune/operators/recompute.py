@@ -1,19 +1,19 @@
 r"""Modules that run again in backward, from inputs that are stored in few bits.
 
-For a block ``y = f(x)``, a dense model keeps everything that its operations save, and an activation checkpoint keeps
+For a block ``y = f(x)``, a dense model saves everything that its operations need, and an activation checkpoint saves
 only the input ``x`` and runs ``f`` again in backward. Here ``x`` is stored in few bits, as ``x^``. The first run reads
-the exact ``x``, so outputs and loss are those of the dense model, bit for bit. The second run only refills what the
-operations have saved. The graph is that of the first run, and the gradient of ``x`` is ::
+the exact ``x``, so outputs and loss are those of the dense model, bit for bit. The second run only restores the tensors
+that the operations saved. The graph is that of the first run, and the gradient of ``x`` is ::
 
     dx = J(x^)^T dy        in place of        J(x)^T dy
 
 with the Jacobian ``J`` of the block, taken at a point that is off by at most half a quantization step in each value. In
 a residual block ``f(x) = x + h(x)`` the identity in ``J`` is exact, and ``h`` begins with a norm, which divides by the
-standard deviation of its input. So what counts is the error of ``x^`` relative to the standard deviation of ``x``:
-0.2 % in eight bits, 4 % in four.
+standard deviation of its input. So the error of ``x^`` counts relative to the standard deviation of ``x``: it is 0.2 %
+in eight bits, 4 % in four.
 
 It is built on torch's non-reentrant checkpoint (``torch.utils.checkpoint``), which restores random generators and
-autocast, and stops the second run when the last tensor is refilled. The checkpoint's arguments are the stored tensors,
+autocast, and stops the second run when the last tensor is restored. The checkpoint's arguments are the stored tensors,
 and the first run takes the exact ones from a list beside them. So hooks around the checkpoint see the stored tensors as
 saved tensors: a meter counts them, ``save_on_cpu`` moves them.
 
@@ -30,9 +30,9 @@ The second run has to save as many tensors as the first, of the same shapes. If 
 computed from ``x``, as in a mixture of experts, they may differ and raise such an error; use ``bits=None`` there.
 
 A compiler sees torch's checkpoint around the dense module, with marked inputs, which the pass over its joint graph
-packs (``compiled.recompute``). Without the pass they are stored exactly. Two kinds of modules are treated in another
-way: one that does not fit into a graph, for example since it writes to attributes, runs outside of compiled code; and
-one that reads a buffer that it writes to runs only once, since compilers get its second run wrong.
+packs (``compiled.recompute``). Without the pass they are stored exactly. There are two exceptions. A module that does
+not fit into a graph, for example because it writes to attributes, runs outside of compiled code. A module that reads a
+buffer that it writes to runs only once, because compilers get its second run wrong.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ MIN_VALUES = 2**10
 
 
 class RecomputeState(NamedTuple):
-    """How the inputs of a module are stored, and what its runs have shown.
+    """Settings of a module that runs again, and results of its earlier runs.
 
     Args:
         keep: The setting of the rule that applies.
         owner: Name of the conversion that the module belongs to.
         mark: Text of the marks by which the compiled pass finds the inputs, empty for no marks.
         name: Name of the module in the model.
-        turn: How many of its runs come before the one that is compared with its second run.
-        histories: What its runs have shown, by training mode.
+        turn: Number of its runs before the one that is compared with its second run.
+        histories: Histories of its runs, by training mode.
     """
 
     keep: Recompute
@@ -100,12 +100,12 @@ class RecomputedModule(Converted):
 
     @property
     def recompute(self) -> Recompute:
-        """How the inputs of the module are stored."""
+        """Setting for the inputs of the module."""
         return self._recompute.keep
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the dense module, and store its inputs for a second run in backward."""
-        if "_recompute" not in self.__dict__:  # reverted, while something still holds this method
+        if "_recompute" not in self.__dict__:  # the module was reverted, but something still holds this method
             return type(self).forward(self, *args, **kwargs)
         dense = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
@@ -117,7 +117,7 @@ class RecomputedModule(Converted):
         return run_eagerly(self, dense, args, kwargs)
 
     def extra_repr(self) -> str:
-        """The text of the dense module, and how its inputs are stored."""
+        """Show the text of the dense module, and how its inputs are stored."""
         shown: str = super().extra_repr()  # type: ignore[misc]
         return ", ".join(filter(None, (shown, f"recomputed from {kept_inputs(self.recompute)}")))
 
@@ -128,7 +128,7 @@ def kept_inputs(keep: Recompute) -> str:
 
 
 class _StoredFormat(NamedTuple):
-    """How a tensor among the arguments is stored.
+    """Format in which a tensor among the arguments is stored.
 
     Args:
         dtype: The tensor's own type.
@@ -143,7 +143,7 @@ class _StoredFormat(NamedTuple):
     bits: int
 
     def read(self, values: Tensor) -> Tensor:
-        """Return the tensor in its own type, shape and strides, in memory of its own."""
+        """Return the tensor in its own type, shape and strides, in new memory."""
         if self.layout is None:
             return values.to(self.dtype, copy=True)  # the module may write to it
         dense = unpack_region(values, self.layout, self.bits, self.dtype)
@@ -153,9 +153,9 @@ class _StoredFormat(NamedTuple):
 
 
 class _ReadFunction(torch.autograd.Function):
-    """Reads a stored tensor for the second run, as the result of an operation, which the module may write to.
+    """Read a stored tensor for the second run as the result of an operation, so that the module may write to it.
 
-    A leaf that needs a gradient could not be written to.
+    It could not write to a leaf that needs a gradient.
     """
 
     @staticmethod
@@ -183,7 +183,7 @@ def run_in_graph(
 
 @unseen_by_compilers
 def _run_outside_of_graphs(module: RecomputedModule, forward: Callable[[], Any], first: list[FirstRun]) -> Any:
-    """Call ``forward`` in torch's checkpoint, which a compiler runs without a graph where the module fits into none."""
+    """Call ``forward`` in torch's checkpoint; a compiler runs this without a graph if the module fits into none."""
     if is_compiling():
         return forward()
     if first:
@@ -200,7 +200,7 @@ def run_eagerly(
     keep, _, _, name, turn, histories = module._recompute
     if not any(x.requires_grad for x in tensors_in((args, kwargs))):
         trained = {parameter.requires_grad for parameter in module.parameters()}  # type: ignore[attr-defined]
-        if trained == {False}:  # all is frozen, and the dense module keeps nothing
+        if trained == {False}:  # everything is frozen, and the dense module saves nothing
             return forward(*args, **kwargs)
     args, kwargs = _without_caches(name, args, kwargs)
     # Inside another checkpoint the first run happens twice, and has to store the same both times.
@@ -245,7 +245,7 @@ def run_eagerly(
 def _without_caches(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return arguments without caches of keys and values, which transformers leaves out of its own checkpoints too."""
+    """Return the arguments without caches of keys and values, as in transformers' own checkpoints."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs
@@ -273,7 +273,7 @@ def _is_cache(value: Any) -> bool:
 def _map_arguments(
     kind: type[Any], change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``change`` to all values of type ``kind`` in the arguments, however deep."""
+    """Apply ``change`` to all values of type ``kind`` in the arguments, at any depth."""
 
     def map_value(value: Any) -> Any:
         if isinstance(value, kind):
@@ -288,7 +288,7 @@ _SIMPLE = {bool, int, float, str}
 
 
 class _Placeholder:
-    """Stands for a tensor among the arguments: the one stored at ``index``."""
+    """Replaces a tensor among the arguments: the one stored at ``index``."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -299,7 +299,7 @@ _NEEDS_GRADIENT = torch.zeros((), requires_grad=True)
 
 
 def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_StoredFormat | None, Tensor]:
-    """Return the format in which argument ``number`` is stored, ``None`` for exactly, and the stored tensor."""
+    """Return the format in which argument ``number`` is stored, ``None`` if exactly, and the stored tensor."""
     is_supported = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
     if keep.bits is None or not is_supported or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
         return None, x
@@ -328,16 +328,17 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
 # === Blocks of a model ====================================================================================
 
 MIN_BLOCKS, MIN_SHARE = 6, 1 / 8
-"""Least blocks of a class, and least share of all parameters in them, that let it be chosen together with others."""
+"""Fewest blocks of a class, and least share of all parameters in them, to be chosen together with other classes."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
     """Return the names of the blocks of ``model``: the modules of its largest repeated classes.
 
-    Candidates are modules with children that stand in a ``ModuleList`` or ``Sequential`` beside others of their class.
-    Chosen are the largest classes, by parameters, with at least ``MIN_BLOCKS`` blocks that are not inside each other,
-    as encoder and decoder, if they hold half of all parameters together. (The four stages of a hierarchical model are
-    too few.) Otherwise it is the class with most blocks of those that hold half of all parameters alone, or none.
+    Candidates are modules with children in a ``ModuleList`` or ``Sequential`` that has several modules of their class.
+    Classes with ``MIN_BLOCKS`` blocks and ``MIN_SHARE`` of all parameters are chosen together, largest first, if they
+    are not inside each other, as in an encoder and a decoder, and together have half of all parameters. (The four
+    stages of a hierarchical model are too few.) Otherwise it is the class with most blocks of those that have half
+    alone, if any.
 
     Embeddings, and linear layers with as many outputs as the largest embedding has rows, do not count as parameters:
     such tables of a vocabulary are most of a small language model.
@@ -367,7 +368,7 @@ def _overlap(some: Iterable[nn.Module], others: Iterable[nn.Module]) -> bool:
 
 
 def _find_repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with children that stands in a list beside others of its class, with its first name."""
+    """Yield each module with children that is in a list with others of its class, and its first name."""
     for prefix, container in model.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             times = Counter(torch_class(type(module)) for module in container)

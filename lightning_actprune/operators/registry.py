@@ -1,21 +1,21 @@
-"""Which modules ``convert`` supports, what classes they become, and how a model is searched for them.
+"""Find the modules of a model that ``convert`` supports, and the compressed class of each.
 
-A module is converted if its exact type is supported: a subclass may do anything in its forward. torch's classes stand
-in ``CLASSES``. Classes of other packages stand in ``FOREIGN`` by module and name, so that nothing is imported for them;
-the class that such a one becomes is derived from it when it is first met, with a mixin in front that replaces the
-forward. A converted layer therefore stays an instance of its own class, and a pickled one finds its derived class by
-its name in this module.
+A module is converted if its exact type is supported; a subclass may do anything in its forward. ``CLASSES`` has torch's
+classes. ``FOREIGN`` has classes of other packages by module and name, so that nothing is imported for them. The
+compressed class of such a class is derived from it on first use, with a mixin in front that replaces the forward. A
+converted layer therefore stays an instance of its own class, and a pickled one finds its derived class by its name in
+this module.
 
 No list of names is ever complete: transformers has some 140 copies of ``LlamaRMSNorm`` and as many of ``LlamaMLP``, and
-people start their own models from such copies. So a class is also supported if its forward is *the same code* as that
-of a class that a mixin was written for, as installed. What is compared is the bytecode, which is the source without
-layout, comments and annotations, and is what runs.
+people start their own models from such copies. So a class is also supported if its forward has *the same code* as a
+class that a mixin was written for, as installed. Bytecode is compared: it is the source without layout, comments and
+annotations, and it is what runs.
 
-The same code computes the same only where its names mean the same. Each global that the code names, and each attribute
-of the class by one of its names (a helper method, a property, a constant), must be the very same object in both
-classes, or missing from both; layers hold what is missing themselves, as they hold their weights. Both classes must
-leave calls and attributes to ``nn.Module``. A forward is never matched if it has a closure or default arguments, is
-inherited or wrapped, or is no Python function.
+The same code computes the same only if its names mean the same. Each global that the code names, and each attribute of
+the class by one of its names (a helper method, a property, a constant), must be the very same object in both classes,
+or missing from both; then layers themselves hold the attribute, as they hold their weights. Both classes must leave
+calls and attributes to ``nn.Module``. A forward is never matched if it has a closure or default arguments, is inherited
+or wrapped, or is no Python function.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
 }
 """The mixin that replaces the forward of each supported class of another package, by module and name."""
 LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = channel_norm.LEFT_DENSE
-"""Classes that are recognised and stay dense: which operator each one is, and why it stays dense."""
+"""Recognised classes that stay dense: the operator of each, and the reason."""
 ROOT = "(root)"
-"""Stands for the name of the model itself, which is empty, in rules, errors and tables."""
+"""Name of the model itself, whose full name is empty, in rules, errors and tables."""
 
 _derived: dict[tuple[type, type[nn.Module]], type[Any]] = {}
-"""Classes that were derived so far, by mixin and dense class."""
+"""Derived classes by mixin and dense class."""
 _mixins: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, type[CompressedLayer] | None]]
 _mixins = weakref.WeakKeyDictionary()
-"""The forward of each class that was compared with the supported ones, and the mixin of the one that has the same code.
-The forward is here since somebody may replace it later."""
+"""By class that was compared with the supported ones: its forward, and the mixin of the class with the same code. The
+forward is stored because somebody may replace it later."""
 
 
-# === Which class a module becomes =========================================================================
+# === Compressed classes ===================================================================================
 
 
 def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
-    """Return the class that a layer of exactly this class becomes, ``None`` if it is not supported."""
+    """Return the class that a layer of exactly this class becomes, or ``None`` if it is not supported."""
     if cls in CLASSES:
         return CLASSES[cls]
     mixin = FOREIGN.get((cls.__module__, cls.__qualname__)) or _find_mixin_by_code(cls)
@@ -94,7 +94,7 @@ def recomputed_class(cls: type[nn.Module]) -> type[Any]:
 
 
 def _derive(prefix: str, mixin: type, cls: type[nn.Module], summary: str) -> type[Any]:
-    """Return the class of ``mixin`` and ``cls``, the same one each time."""
+    """Return the class derived from ``mixin`` and ``cls``, the same one each time."""
     derived = _derived.get((mixin, cls))
     if derived is not None:
         return derived
@@ -108,11 +108,11 @@ def _derive(prefix: str, mixin: type, cls: type[nn.Module], summary: str) -> typ
 
 
 _DOT = "__dot__"
-"""Stands for dots in the names of derived classes: pickle takes a name with dots for a nested class."""
+"""Replaces dots in names of derived classes: pickle takes a name with dots for a nested class."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return the derived class of that name, which pickle asks for in another process."""
+    """Return the derived class of that name, which pickle looks up in another process."""
     prefix, separator, dense = name.partition("__")
     if not separator or prefix not in ("Compressed", "Recomputed"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -139,11 +139,11 @@ _TABLES = (
     ("captum.attr._core.deep_lift", "SUPPORTED_NON_LINEAR"),
     ("opacus.grad_sample.grad_sample_module", "GradSampleModule.GRAD_SAMPLERS"),
 )
-"""Module and name of tables by ``type(module)`` in other packages that pass over a missing class without an error."""
+"""Module and name of tables by ``type(module)`` in other packages that skip a missing class without an error."""
 
 
 def enter_in_tables(compressed: type[CompressedLayer]) -> None:
-    """Enter a compressed class in the tables of other packages wherever its dense class stands."""
+    """Add a compressed class to the tables of other packages that have its dense class."""
     for module, name in _TABLES:
         owner, _, attribute = name.rpartition(".")
         package = sys.modules.get(module)
@@ -156,15 +156,15 @@ def enter_in_tables(compressed: type[CompressedLayer]) -> None:
 
 
 def _find_mixin_by_code(cls: type[nn.Module]) -> type[CompressedLayer] | None:
-    """Return the mixin of a class of another package whose forward is the same code, ``None`` without one."""
+    """Return the mixin of the supported class whose forward has the same code as that of ``cls``, or ``None``."""
     forward = vars(cls).get("forward")
     if cls in _mixins and _mixins[cls][0] is forward:
         return _mixins[cls][1]
     names = set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
     match = None
     for (module, name), mixin in FOREIGN.items():
-        # Cheap tests first: nothing is imported for a class that does not read what the original reads, nor before
-        # something else has imported its package.
+        # Cheap tests first: nothing is imported for a class that does not read the attributes that the original reads,
+        # and nothing before other code has imported the original's package.
         if not mixin.reads or not names.issuperset(mixin.reads):
             continue
         if module not in sys.modules and module.partition(".")[0] not in sys.modules:
@@ -177,13 +177,13 @@ def _find_mixin_by_code(cls: type[nn.Module]) -> type[CompressedLayer] | None:
 
 
 def _import_original(module: str, name: str) -> type[nn.Module] | None:
-    """Return a class as its package defines it, ``None`` if it is not there or its forward was replaced.
+    """Return a class as its package defines it, or ``None`` if it is missing or its forward was replaced.
 
     Libraries of faster kernels replace forwards in other packages, and such a forward may compute something else.
     """
     try:
         cls = getattr(importlib.import_module(module), name, None)
-    except Exception:  # whatever a package of another version, or half of one, raises
+    except Exception:  # another version of a package, or a broken one, may raise anything
         return None
     if not isinstance(cls, type) or (cls.__module__, cls.__qualname__) != (module, name):
         return None
@@ -210,22 +210,22 @@ _CALLS_AND_ATTRIBUTES = (
     *("__call__", "__getattr__", "__getattribute__", "__setattr__", "__init_subclass__"),
     *("_call_impl", "_wrapped_call_impl"),
 )
-"""Methods that would change what a call does, or how a layer and its class can be changed."""
+"""Methods that change the effect of a call, or how a layer and its class can be changed."""
 
 
 def _is_plain(forward: Any) -> TypeGuard[FunctionType]:
-    """Return True for a function that consists of its code alone."""
+    """Return True for a function without closure, default arguments or wrapper."""
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return False
     return forward.__closure__ is None and forward.__defaults__ is None and forward.__kwdefaults__ is None
 
 
 def _code_of(forward: FunctionType) -> tuple[Any, ...]:
-    """Return the compiled code of a forward without its place in a file, to be compared."""
+    """Return the compiled code of a forward without its position in a file, for comparison."""
     code = forward.__code__
     takes_any = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, takes_any
-    # The constants 1, 1.0 and True are equal, but not their texts.
+    # The constants 1, 1.0 and True are equal, but their texts are not.
     return code.co_code, code.co_names, code.co_varnames, repr(code.co_consts), *counts
 
 
@@ -240,7 +240,7 @@ def _has_clashing_names(mixin: type[CompressedLayer], cls: type[nn.Module]) -> b
 
 
 def operator_of(module: nn.Module) -> Operator | None:
-    """Return the operator that ``module`` is, also as a subclass of a supported class, ``None`` if it is none."""
+    """Return the operator of ``module``, or ``None``; a subclass has the operator of its supported base."""
     if type(module) in LEFT_DENSE:
         return LEFT_DENSE[type(module)][0]
     if convolution.is_transposed(module):
@@ -250,7 +250,7 @@ def operator_of(module: nn.Module) -> Operator | None:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
-    """Yield every layer that is one of the operators once, with all its full names but for what wrappers add."""
+    """Yield every layer that has an operator once, with all its full names, without the parts that wrappers add."""
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if operator_of(module) is not None:
@@ -271,7 +271,7 @@ def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
     """Return the weights of a layer.
 
     A linear layer has one, ``[OUT, IN]``, and attention one for each projection of query, key and value. The weight of
-    a convolution keeps its own shape, and other layers have all their parameters.
+    a convolution has its own shape. For other layers these are all parameters.
     """
     if isinstance(layer, nn.MultiheadAttention):
         return attention.projection_weights(layer)
@@ -283,9 +283,9 @@ def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
 
 
 def weight_of_call(module: nn.Module) -> Tensor | None:
-    """Return the parameter by which a call of ``module`` multiplies its input, ``None`` if it is no linear layer.
+    """Return the parameter by which a call of ``module`` multiplies its input, or ``None`` if it is no linear layer.
 
-    A convolution counts while it is compressed. Attention does not, since its projections are no calls of modules. If
+    A convolution counts while it is compressed. Attention does not, because its projections are no calls of modules. If
     ``parametrize`` computes the weight, it is the first parameter that the weight is computed from.
     """
     if not (isinstance(module, (nn.Linear, convolution.CompressedConvolution)) or _is_conv1d(module)):

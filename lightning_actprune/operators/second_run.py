@@ -1,7 +1,7 @@
 """Make the second run of a module compute what its first run did, and detect when it does not.
 
-A module that runs again in backward (``operators.recompute``) has to compute the same twice. ``FirstRun`` records what
-the first run starts from, and restores it around the second run:
+A module that runs again in backward (``operators.recompute``) has to compute the same twice. ``FirstRun`` records the
+state in which the first run starts, and restores it around the second run:
 
 - Buffers, with their values before the first run, even if the module writes to them and reads them afterwards
   (codebooks, counters, running statistics) or something else writes to them between both runs. The second run gets
@@ -44,7 +44,7 @@ from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved
 from lightning_actprune.operators.hooks import explain
 
 SUMS = 64
-"""Sums that stand for the values of a tensor."""
+"""Number of sums that represent the values of a tensor."""
 PART = 2**22
 """Values that are added up at once, in fp64."""
 NOISE, NOISE_16 = 2**-13, 2**-6
@@ -54,8 +54,7 @@ FEW = 4
 """Most values of an integer tensor that is not compared: it may be the seed of attention without dropout, which is
 uninitialised memory."""
 MASKED, MASKED_SHARE = 1e4, 1e-3
-"""Absolute value from which on a value masks what it is added to, and the share of such values above which a tensor is
-a mask."""
+"""Absolute value from which on a value counts as masking, and share of such values above which a tensor is a mask."""
 EVERY = 128
 """Every run with a multiple of this number is inspected in full, beside the first, second, fourth, eighth, ... run."""
 _CURES = (
@@ -65,7 +64,7 @@ _CURES = (
 
 
 class RunHistory:
-    """What earlier runs of a module have shown in one training mode. Copies and pickles start empty.
+    """Results of earlier runs of a module in one training mode. Copies and pickles start empty.
 
     A full inspection takes as long as some kernel launches, so only some runs are inspected (see ``EVERY``).
     """
@@ -79,7 +78,7 @@ class RunHistory:
         """Numbers of the inner modules whose buffers were written to before backward in some run."""
 
     def count_run(self, modules: int) -> bool:
-        """Count a run of a module with ``modules`` modules inside, and return True if it is to be inspected in full."""
+        """Count a run of a module with ``modules`` inner modules, and return True if it is to be inspected in full."""
         self.runs += 1
         is_changed, self.modules = modules != self.modules, modules
         return is_changed or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
@@ -103,13 +102,13 @@ class _Buffer(NamedTuple):
 
 
 class FirstRun:
-    """Records the first run of a module, and makes its second run compute the same.
+    """Record the first run of a module, and make its second run compute the same.
 
     Args:
         module: The module.
         name: Its name in the model, for errors.
-        histories: What its earlier runs have shown, by training mode; updated here.
-        turn: How many runs come before the one that is compared with its second run, ``None`` to compare none.
+        histories: Histories of its earlier runs, by training mode; updated here.
+        turn: Number of runs before the one that is compared with its second run, ``None`` to compare none.
     """
 
     def __init__(self, module: nn.Module, name: str, histories: dict[bool, RunHistory], turn: int | None) -> None:
@@ -121,7 +120,7 @@ class FirstRun:
         self._is_inspected = self._history.count_run(len(self._modules))
         is_due = turn is not None and not self._history.has_been_compared and self._history.runs > turn
         self.is_compared = is_due and _can_read_values()
-        """Whether the second run is compared with this one, so that both need the exact inputs."""
+        """True if the second run is compared with this one, so that both need the exact inputs."""
         self._training = [inner.training for inner in self._modules]
         self._buffers: list[tuple[int, nn.Module, dict[str, _Buffer]]] = []
         self._parameters: list[tuple[nn.Module, str, nn.Parameter, int]] = []
@@ -129,12 +128,12 @@ class FirstRun:
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
         self._saves_16_bits = False
-        """Whether a saved tensor has values in 16 bits."""
+        """True if a saved tensor has values in 16 bits."""
 
     def is_mask(self, number: int, x: Tensor) -> bool:
-        """Return True if argument ``number``, now ``x``, has been an additive mask in any run, like T5's biases.
+        """Return True if argument ``number``, now ``x``, was an additive mask in any run, like T5's biases.
 
-        The large values of a mask would set the scale of their blocks, and the other values there would all become one.
+        The large values of a mask would set the scale of their blocks, and all other values there would become equal.
         """
         masks = self._history.masks
         is_unknown = self._is_inspected and number not in masks and _can_read_values()
@@ -221,7 +220,7 @@ class FirstRun:
             self._saves_16_bits |= tensor.dtype in (torch.float16, torch.bfloat16)
             return pack(tensor)
 
-        # By this module name other hooks recognise torch's checkpoint, which drops what is saved.
+        # Other hooks recognise torch's checkpoint, which drops saved tensors, by this module name.
         pack_and_sum.__module__ = pack.__module__
         return pack_and_sum
 
@@ -244,7 +243,7 @@ class FirstRun:
         if isinstance(error, CheckpointError):
             reason = str(error).strip().partition("\n")[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
             self._fail(f"does not save the same tensors when it runs again in backward ({reason})", error)
-        is_early_stop = type(error).__module__ == CheckpointError.__module__  # by which torch ends the second run
+        is_early_stop = type(error).__module__ == CheckpointError.__module__  # torch ends the second run with it
         if not is_early_stop and not isinstance(error, (SecondRunError, torch.OutOfMemoryError)):
             self._fail(f"fails when it runs again in backward: {error}", error)
 
@@ -324,7 +323,7 @@ class FirstRun:
     # === Generators of Python and NumPy ===================================================================
 
     def _record_generators(self, before: tuple[Any, Any] | None) -> None:
-        """Keep the states before the first run if the module draws random numbers."""
+        """Store the states before the first run if the module draws random numbers."""
         history = self._history
         if before is not None and not history.draws_numbers:
             history.draws_numbers = pickle.dumps(before) != pickle.dumps(python_generators())
@@ -341,11 +340,11 @@ class FirstRun:
 
 
 class SecondRunError(RuntimeError):
-    """A module cannot run a second time as it ran first. The text names the module."""
+    """The second run of a module fails or differs from the first. The text names the module."""
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    """Return the norm of the difference of two tensors' sums relative to the norm of ``one``, infinity without sums."""
+    """Return the norm of the difference of the sums, relative to the norm of ``one``; infinity without sums."""
     if one is None or other is None:
         return inf
     return float(((one - other)[:-1].norm() / one[-1]).nan_to_num(inf))
@@ -358,7 +357,7 @@ _PLAIN = (Tensor, nn.Parameter)
 def _is_written(module: nn.Module, name: str, before: dict[str, _Buffer]) -> bool:
     """Return True if a buffer was written to since ``before``.
 
-    torch does not count the writes to running statistics, so the counter beside them stands for these, if there is one.
+    torch does not count writes to running statistics; the counter beside them, if any, is read instead.
     """
     running = name in ("running_mean", "running_var")
     if running and module.training and getattr(module, "track_running_stats", False):
@@ -386,7 +385,7 @@ def _hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _sums_of(tensor: Tensor) -> Tensor | None:
     """Return sums of a tensor's values, by their positions modulo ``SUMS``, and its norm: ``[SUMS + 1]`` in fp64.
 
-    Values that are not finite count as zero. ``None`` for a tensor that has no values to compare.
+    Values that are not finite count as zero. The result is ``None`` for a tensor without values to compare.
     """
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
@@ -411,7 +410,7 @@ def _sums_of(tensor: Tensor) -> Tensor | None:
 
 
 def _attention_kernels() -> tuple[SDPBackend, ...]:
-    """The kernels that attention may choose from."""
+    """Return the kernels that attention may choose from."""
     cuda: Any = torch.backends.cuda
     allowed = (
         (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled()),
@@ -423,7 +422,7 @@ def _attention_kernels() -> tuple[SDPBackend, ...]:
 
 
 def python_generators() -> tuple[Any, Any]:
-    """The states of the random generators of Python and NumPy."""
+    """Return the states of the random generators of Python and NumPy."""
     numpy = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state()
 

@@ -1,4 +1,4 @@
-r"""Tensor-parallel layers: each process compresses what backward needs of its own shard.
+r"""Tensor-parallel layers: each process stores its own shard of the input compressed.
 
 ``parallelize_module`` turns a layer's parameters and its input into DTensors. Each process of a mesh then holds a shard
 ``x_s`` of the input and one of the weight, computes its part of the output, and keeps ``x_s`` for backward. So the
@@ -42,11 +42,11 @@ class Placements(NamedTuple):
     """Placements of a layer's output and gradients along one dimension of the mesh.
 
     Args:
-        y: The output.
-        grad_x: The gradient of the input.
-        grad_weight: The gradient of the weight.
-        grad_bias: The gradient of the bias.
-        divides_bias: Whether each process adds only its part of the bias.
+        y: Placement of the output.
+        grad_x: Placement of the gradient of the input.
+        grad_weight: Placement of the gradient of the weight.
+        grad_bias: Placement of the gradient of the bias.
+        divides_bias: True if each process adds only its part of the bias.
     """
 
     y: Placement
@@ -57,12 +57,12 @@ class Placements(NamedTuple):
 
 
 def has_dtensor_parameters(layer: nn.Module) -> bool:
-    """Return True if all parameters of a layer are DTensors, or it has none: torch does not mix them with others."""
+    """Return True if a layer's parameters, if any, all are DTensors: torch does not mix DTensors with tensors."""
     return all(parameter is None or isinstance(parameter, DTensor) for parameter in layer._parameters.values())
 
 
 def forward_dtensor(layer: nn.Module, compressed: Forward, dense: Forward, x: DTensor) -> Any:
-    """Run a layer on the shard of this process if that is possible, else run its dense forward on the DTensor."""
+    """Run a layer on the shard of this process if its placements allow that, else its dense forward on the DTensor."""
     placements = find_placements(layer, x)
     if placements is not None:
         return run_on_shards(layer, compressed, x, placements)
@@ -79,7 +79,7 @@ def forward_dtensor(layer: nn.Module, compressed: Forward, dense: Forward, x: DT
 
 
 def find_placements(layer: nn.Module, x: DTensor) -> list[Placements] | None:
-    """Return the placements for each dimension of the mesh, ``None`` if one of them does not allow to run on shards."""
+    """Return the placements along each dimension of the mesh, or ``None`` if the layer cannot run on shards."""
     weight, bias = _weight_and_bias(layer)
     row_dims = len(getattr(layer, "normalized_shape", (0,)))
     placements = []
@@ -98,7 +98,7 @@ def _weight_and_bias(layer: nn.Module) -> list[DTensor | None]:
 def _placements_along(
     x: DTensor, weight: DTensor | None, bias: DTensor | None, row_dims: int, is_linear: bool, mesh_dim: int
 ) -> Placements | None:
-    """Return the row of the table above that fits along ``mesh_dim``; ``row_dims``: last dimensions that are a row."""
+    """Return the row of the table above for ``mesh_dim``, or ``None``; a norm's row has ``row_dims`` dimensions."""
     of_x, features = x.placements[mesh_dim], x.dim() - 1
     whole = Replicate()
     of_weight, of_bias = (whole if p is None else p.placements[mesh_dim] for p in (weight, bias))
@@ -119,9 +119,9 @@ def run_on_shards(layer: nn.Module, forward: Forward, x: DTensor, placements: li
 
     Args:
         layer: A linear layer or a norm whose parameters are DTensors.
-        forward: Takes a copy of the layer with this process' parameters, and its shard of ``x``.
+        forward: Takes a copy of the layer with the shards of this process as parameters, and the shard of ``x``.
         x: The input.
-        placements: For each dimension of the mesh.
+        placements: The placements along each dimension of the mesh.
     """
     mesh, is_linear = x.device_mesh, isinstance(layer, nn.Linear)
     weight, bias = _weight_and_bias(layer)
@@ -143,11 +143,11 @@ def run_on_shards(layer: nn.Module, forward: Forward, x: DTensor, placements: li
 
 
 class _DivideBiasFunction(torch.autograd.Function):
-    """The part of a bias that each of several processes adds; each of them gets the whole gradient."""
+    """Return the part of a bias that each of ``parts`` processes adds; each of them gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
-        return bias / parts
+        return bias / parts  # [OUT]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

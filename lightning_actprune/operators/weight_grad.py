@@ -1,41 +1,41 @@
-r"""The weight gradient of a packed input, by one of two methods, and the cost model that chooses.
+r"""Compute the weight gradient of a packed input, by one of two methods that a cost model chooses.
 
 With ``g [R, OUT]`` and ``x_hat [R, IN]`` the packed input: ``dW = g^T x_hat``.
 
 ``gather``
-    multiplies the kept blocks directly with the matching rows of ``g``: operations fall with the density, but each kept
-    block brings only ``b`` columns of reuse per gathered row. Its fp32 accumulator is written directly in the weight's
-    dtype. Quantized blocks are made numbers for the time of the product, the kept ones alone.
+    multiplies kept blocks directly with the matching rows of ``g``. The number of operations falls with the density,
+    but each kept block reuses a gathered row for only ``b`` columns. The fp32 accumulator is written directly in the
+    weight's dtype. If blocks are quantized, only the kept ones are dequantized, for the time of the product.
 ``unpack``
-    rebuilds the pruned tensor for the time of one matrix product of the vendor library; it costs the dense product plus
-    one write of the tensor, and in 16 bits it rounds as the dense layer does, or not at all if the result is wanted in
-    fp32. A transposed layout (blocks along the reduced dimension) always unpacks, and so does one without positions.
+    rebuilds the pruned tensor for the time of one matrix product of the vendor library. It costs the dense product plus
+    one write of the tensor. In 16 bits it rounds as the dense layer does, or not at all if the result is fp32. A
+    transposed layout (blocks along the reduced dimension) is always unpacked, and so is one without bitmap and offsets.
 
 Microseconds, with ``F`` the operations of the dense product, ``d`` the density and ``X`` the bytes of the dense input::
 
     gather  g + c_b d F / rate                   c_b: what a gathered operation costs, in dense ones
     unpack  u + F / rate + (1 + d) X / bandwidth  dense product, after writing X and reading d X
 
-Fitted on an H200 (Triton 3.6, inputs not in the cache) by ``benchmarks/tune.py costs`` to the records of
-``benchmarks/bench_kernels.py``, not to the least error but to the least regret: what a wrong choice costs in the worst
-case. The constants of both sides scale alike from GPU to GPU, so the choice carries over. The inputs were normal random
-numbers, whose columns keep about the same number of rows each; where columns differ, gathering takes up to twice as
-long, which a choice from shapes alone cannot know.
+``benchmarks/tune.py costs`` fitted the constants on an H200 (Triton 3.6, inputs not in the cache) to the records of
+``benchmarks/bench_kernels.py``. It minimizes regret, the most that a wrong choice costs, and not the error. The
+constants of both sides scale alike from GPU to GPU, so the choice carries over. Inputs were normal random numbers,
+whose columns keep about the same number of rows each. If columns differ, gathering takes up to twice as long, which a
+choice by shapes cannot know.
 
-**Behind a norm** or an affine layer, which keeps x~, its normalised input x^ quantized, a linear layer needs nothing of
-its own (``codec.pack_cache``). The output ``y = x^ w + b [R, L]`` is its input, so with ``g [R, OUT]``::
+**Behind a norm** or an affine layer, which stores x~, its normalised input x^ quantized, a linear layer packs nothing
+itself (``codec.pack_cache``). Its input is the output ``y = x^ w + b [R, L]``, so with ``g [R, OUT]``::
 
     dW = g^T y = (g^T x~) w + (sum_r g) b        w along the rows of dW; b as an outer product
 
-Both terms are made in fp32 after the product, of the size of the weight. If the layer reads ``y [B, T, D]`` as
-``y.transpose(1, 2)``, so that tokens are its features, w and b run along what is summed, and scale x~ before the
-product instead, while it is turned. An affine layer keeps x~ of its input itself, and ``y = x w + b``.
+Both terms are computed in fp32 after the product, in the size of the weight. If the layer reads ``y [B, T, D]`` as
+``y.transpose(1, 2)``, its features are tokens and w and b run along the summed dimension. They then scale x~ before the
+product, while it is transposed. An affine layer stores x~ of its input itself, and ``y = x w + b``.
 
-Errors n = x~ - x^ of mean zero give ``dW`` the error ``(g^T n) w``: as if ``y`` had been stored with errors n w. A
-block of ``y`` itself would have errors in proportion to its own largest value, though. Where w makes the largest values
-of x^ small, as it may of outlier features, n w is larger than that, by up to the ratio of the weights in a block. So
-only what is kept in more bits than the layer asks for will do. w and b are saved without a copy, which takes no memory,
-and autograd checks that backward finds them unmodified.
+Errors n = x~ - x^ of mean zero give ``dW`` the error ``(g^T n) w``, as if ``y`` had been stored with errors n w. A
+block of ``y`` itself, however, would have errors in proportion to its own largest value. If w makes the largest values
+of x^ small, as it may for outlier features, n w is larger, by up to the ratio of the weights in a block. Therefore the
+norm must store more bits than the layer asks for. w and b are saved without a copy, which takes no memory, and autograd
+checks that they are unmodified in backward.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _forced: Method | None = None
 
 
 class Costs(NamedTuple):
-    """Constants for one size of value.
+    """Constants of the cost model for one size of value.
 
     Args:
         gather_base: Microseconds of a gather without operations.
-        gather: Largest block size first: from which size on a gathered operation costs how many dense ones.
+        gather: Pairs of a least block size and the cost of a gathered operation in dense ones, largest size first.
         unpack_base: Microseconds of unpacking and multiplying next to nothing.
         rate: Operations per microsecond of the dense product.
         bandwidth: Bytes per microsecond.
@@ -100,11 +100,11 @@ COSTS = {
     2: Costs(19.5, ((128, 2.08), (64, 2.57), (32, 4.86), (16, 7.41)), 12.3, 868e6, 3.34e6),
     4: Costs(36.7, ((128, 1.25), (64, 1.23), (32, 1.31), (16, 1.43)), 14.2, 52e6, 3.08e6),
 }
-"""By bytes per value."""
+"""Constants by bytes per value."""
 
 
 def fp32_is_exact() -> bool:
-    """Return whether torch's fp32 matrix products on CUDA use no TF32."""
+    """Return True if torch's fp32 matrix products on CUDA use no TF32."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # raised once somebody has set the newer, per-backend switch
@@ -112,18 +112,17 @@ def fp32_is_exact() -> bool:
 
 
 def gather_is_faster(grad_y: tuple[int, int], values: tuple[int, int], length: int, itemsize: int, exact: bool) -> bool:
-    """Return whether the gather kernel is expected to beat unpack + matrix product.
+    """Return True if the gather kernel is expected to beat unpacking and a matrix product.
 
     Args:
         grad_y: Rows and outputs of the output gradient.
-        values: Kept blocks and values per block.
+        values: Number of kept blocks and values per block.
         length: Values per row of the input.
         itemsize: Bytes per value.
-        exact: What ``fp32_is_exact`` returns.
+        exact: Result of ``fp32_is_exact``.
     """
     (rows, outputs), (kept, block) = grad_y, values
-    # In 16 bits, rows of grad_y that do not start at 16 bytes are gathered in 4-byte pieces, at a fraction of the
-    # speed.
+    # In 16 bits, rows of grad_y that are not aligned to 16 bytes are gathered in pieces of 4 bytes, far more slowly.
     # The exact fp32 kernel cannot win against TF32 on tensor cores.
     if block < 16 or (itemsize == 2 and outputs % 16) or (itemsize == 4 and not exact):
         return False
@@ -134,7 +133,7 @@ def gather_is_faster(grad_y: tuple[int, int], values: tuple[int, int], length: i
 
 @contextlib.contextmanager
 def force_method(method: Method | None) -> Iterator[None]:
-    """Compute weight gradients inside by ``method`` wherever it exists; ``None`` restores the cost model."""
+    """Compute weight gradients in this context by ``method`` where it applies; ``None`` restores the cost model."""
     global _forced
     if method not in ("gather", "unpack", None):
         raise ValueError(f'`method` must be "gather", "unpack" or None, got {method!r}.')
@@ -150,8 +149,8 @@ class _Bound(NamedTuple):
 
     Args:
         gather: Computes them from gradient, values, bitmap and offsets; ``None`` if the input is unpacked first.
-        matrix: Sizes of the unpacked input as the product reads it, or turned.
-        unpack: Writes that, given values, bitmap, offsets and memory; ``None`` if there is no kernel for it.
+        matrix: Sizes of the unpacked input as the product reads it, or of its transpose.
+        unpack: Writes that from values, bitmap and offsets to a tensor; ``None`` if no kernel does.
     """
 
     gather: Callable[..., Tensor] | None
@@ -176,14 +175,14 @@ def _bound(
     method: Method | None,
     backend: Backend | None,
 ) -> _Bound:
-    """Return how the gradients of a layout are computed; ``aligned`` and ``backend`` matter to what is kept of it."""
+    """Return the method and launch for gradients of a layout; ``aligned`` only selects the kernel that is cached."""
     batch, rows, length = shape
     matrix = (rows, batch * length) if transposed else (batch * rows, length)
     source, target = dtypes
     stored = kept, block_size
     if not kept or choose_backend(stored, source, device, block_size, ceil_div(length, block_size)) == "reference":
         return _Bound(None, matrix, None)
-    # Without positions all blocks are there, which gathering only takes longer to multiply.
+    # Without bitmap and offsets all blocks are stored, and gathering all of them is slower than the dense product.
     if not (transposed or positions[1] == 0 or block_size > MAX_GATHER_BLOCK) and (
         method == "gather" or (method is None and gather_is_faster(grad_y, stored, length, source.itemsize, exact))
     ):
@@ -223,10 +222,10 @@ def weight_grad(
         batch: First dimension of the stored tensor.
         rows: Second dimension of the stored tensor.
         length: Last dimension of the stored tensor.
-        transposed: Whether the stored tensor's rows, not its last dimension, are the features.
+        transposed: True if the features are the rows of the stored tensor, not its last dimension.
         dtype: Type of the result; sums are in fp32 (fp64 for fp64).
-        block_size: Values per block, cut to a row.
-        bits: To how many bits the values are quantized; they are read as the type of ``grad_y``.
+        block_size: Values per block, at most the length of a row.
+        bits: Bits of a stored value, dequantized to the type of ``grad_y``; 0 if values are not quantized.
     """
     read = grad_y.dtype if bits else values.dtype
     shape = batch, rows, length
@@ -234,7 +233,7 @@ def weight_grad(
     stored = values.shape[0], bitmap.shape, shape, transposed, block_size, bits, read
     exact = grad_y.dtype != torch.float32 or fp32_is_exact()
     chosen = (grad_y.dtype, dtype), values.device, aligned, exact, _forced, forced_backend()
-    stride = grad_y.stride(0) if grad_y.stride(1) == 1 else grad_y.shape[1]  # of rows, or of those of a copy
+    stride = grad_y.stride(0) if grad_y.stride(1) == 1 else grad_y.shape[1]  # stride of rows, or of rows of a copy
     bound = _launches[(grad_y.shape, stride, *stored, *chosen)]
     if bound.gather is not None:
         rows_of_grad = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
@@ -252,9 +251,9 @@ def weight_grad(
 
 
 def dense_weight_grad(grad_y: Tensor, dense: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``grad_y^T @ dense`` in ``dtype``, of ``grad_y [R, OUT]`` and an input ``[R, IN]``."""
+    """Return ``grad_y^T @ dense`` in ``dtype``, with ``grad_y [R, OUT]`` and ``dense [R, IN]``."""
     if dtype != grad_y.dtype and dtype == torch.float32 and has_fp32_product(grad_y):
-        return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # spares a launch, and a rounding to 16 bits
+        return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # saves a launch, and a rounding to 16 bits
     grad = torch.mm(grad_y.t(), dense)
     return grad if grad.dtype == dtype else grad.to(dtype=dtype)
 
@@ -266,8 +265,8 @@ def packed_weight_grad(grad_y: Tensor, packed: Packed, dtype: torch.dtype, eager
         grad_y: ``[R, OUT]``.
         packed: The input.
         dtype: Type of the result.
-        eager: Whether the mode is plain eager; if not, an operator computes it, or, of a pack without positions, what a
-            compiler traces.
+        eager: True in plain eager mode. Otherwise an operator computes it, or traceable plain torch if the pack has no
+            bitmap and offsets.
     """
     tensors, shape, transposed, block, bits = packed
     if len(tensors) == 1:
@@ -292,10 +291,10 @@ def weight_grad_behind_norm(
     Args:
         grad_y: ``[R, OUT]``; rows in the order of the norm's output, or of its columns.
         sums: Its sums over the rows, in fp32; needed if there is a bias, unless columns are read.
-        kept: What the norm keeps.
-        layout: How.
+        kept: The bytes of x~, and w and b of the norm.
+        layout: How the norm stores its output.
         dtype: Type of the result.
-        eager: Whether the mode is plain eager.
+        eager: True in plain eager mode.
     """
     values, weight, bias = kept[0], flat_parameter(kept[1]), flat_parameter(kept[2])
     if layout.order == "columns":
@@ -326,14 +325,14 @@ def _scaled_columns(
     dtype: torch.dtype,
     eager: bool,
 ) -> Tensor:
-    """Return the output of a norm, ``[rows, samples, length]`` in ``dtype``, contiguous: turned by what scales it."""
+    """Return the output of a norm transposed to ``[rows, samples, length]`` in ``dtype``, contiguous."""
     samples, rows, length = layout.shape
     stored = samples * rows, length, layout.block, layout.bits, dtype
-    if not eager:  # a transform writes to no given memory
+    if not eager:  # inside a transform, operations cannot write to `out`
         x = unpack_all(values, *stored).reshape(layout.shape).transpose(0, 1)
         x = x if weight is None else x * weight
         return (x if bias is None else x + bias).to(dtype).contiguous()
-    x = dequantize(values, *stored).view(layout.shape).transpose(0, 1)
+    x = dequantize(values, *stored).view(layout.shape).transpose(0, 1)  # [rows, samples, length]
     turned = x.new_empty(x.shape)
     if weight is None:
         return turned.copy_(x) if bias is None else torch.add(x, bias, out=turned)
