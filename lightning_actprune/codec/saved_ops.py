@@ -37,9 +37,28 @@ either into several nodes, each of them names the whole (``codec.private.origina
 what else is known of it (``Facts``), and from the model's rules (``Policy``). Which tensors are too small, weights, or
 left out by a rule for their module, the two find out themselves.
 
+**Parameters.** If a factor is computed from parameters alone and has fewer values than the other one, that one enters
+no gradient but theirs, where errors of many rows cancel (``Policy.parameter``). Eager mode walks back from the factor.
+A compiled graph does not say which inputs are parameters: there the factor depends on no mark, and backward sums the
+product over samples. So compiled code cannot tell the parameters of a batched product (``bmm``) from activations of an
+earlier graph, and stores its inputs in the bits of ``Policy.saved``.
+
+**Layers without a mark.** In compiled code an operation without a mark may belong to a layer that a rule leaves dense.
+So inputs of matrix products, convolutions, norms and smooth functions are exact there as soon as a rule skips a layer
+(``Facts.may_stay_dense``); eager mode knows the module.
+
+**Outliers.** Where an outlier takes all steps of its block for itself, as the -10,000 of a mask does among scores, the
+other values are lost, though their gradients may be all that counts. Values that ``masked_fill`` or ``where`` has
+written to are exact. Other outliers show only in the values. Eager mode looks at these in the forward that decides, and
+in some later ones: then the tensor is exact from that forward on. Compiled code cannot change what it stores. It looks
+in its first 32 runs and in every 127th, and warns with the rule that leaves the operation uncompressed
+(``codec.outliers``). While a CUDA graph is captured nobody can look: eager mode stores exactly, and compiled code
+has looked in the runs before the capture alone.
+
 **To add a row**, look at ``y.grad_fn.name()``, and at its attributes ``_saved_...`` for what is saved. Derive the
 gradient, and find the line above by which it uses ``x``. Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or
-``SHAPE_ALONE`` of ``tests/operators/test_sites.py``: tests disturb what is saved, and compare the error with the bound.
+``SHAPE_ALONE`` of ``tests/contract/test_saved_ops.py``: tests disturb what is saved, compare the error with the bound,
+and compare eager mode with compiled code.
 Rows without uses are there for code that walks a graph, by their ``kind``.
 """
 
@@ -167,8 +186,9 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
     *_with_backward(_U.LINEAR, "convolution", kind=_K.PRODUCT | _K.GEMM, nodes=_CONVOLUTIONS),
     *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", "_grouped_mm", inputs=_U.LINEAR, kind=_K.PRODUCT),
-    SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, only=("exponent", (2, 3))),  # of 3 it is bounded
-    SavedOp("linalg_vector_norm", _U.LINEAR, only=("ord", (2,))),  # x / |x|, since |x| is saved exactly
+    # x^3 is bounded; the gradient of |x| is x / |x|, of which |x| is exact.
+    SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, backward={"pow": {}, "mul": {}}, only=("exponent", (2, 3))),
+    SavedOp("linalg_vector_norm", _U.LINEAR, backward={"div": {}}, only=("ord", (2,))),
     # === Of bounded error ============================================================================================
     *_with_backward(_U.BOUNDED, "gelu", "silu", "mish", "softplus", kind=_SMOOTH),
     *_with_backward(_U.BOUNDED, *_NORMS, result=_U.EXACT),

@@ -86,6 +86,12 @@ class Source:
         return [r for r, way in self.ways.items() if (way if isinstance(way, str) else "values") == kind]
 
     @property
+    def operation(self) -> str:
+        """The operation for which outliers among the values are looked for, ``""`` if for none."""
+        ways = (way for way in self.ways.values() if isinstance(way, Values))
+        return next((way.operation for way in ways if way.operation), "")
+
+    @property
     def packed(self) -> Node:
         """What is packed: the value, or a cast of it to a type of fewer bytes."""
         narrow = self.node

@@ -220,7 +220,7 @@ class _FunctorchPass:
         return module
 
 
-_IN_COMPILED_CODE = "packed", "formats", "layout", "saved_ops"
+_IN_COMPILED_CODE = "packed", "formats", "layout", "outliers", "saved_ops"
 """Modules of ``codec`` that decide or compute something in compiled code."""
 
 

@@ -52,12 +52,12 @@ class Model(Policy):
     Args:
         block_size: Values per block of all these.
         min_values: Tensors of fewer values are left alone, whoever reads them.
-        weight_gradients: Whether ``saved`` goes for what the weight gradients of layers without a mark read, too.
+        unmarked_layers: Whether ``saved`` goes for the inputs of layers without a mark, too.
     """
 
     block_size: int = 32
     min_values: int = 2**16
-    weight_gradients: bool = False
+    unmarked_layers: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ judged by how they use the value, as in eager mode (``codec.saved_ops``). In a j
 - products ``g * x`` and ``bmm`` with a factor ``g`` that depends on the gradient. Where the sum of a product over many
   values is the gradient of a parameter, as of a layer scale ``x * gamma``, ``x`` may have bits of its own;
 - products and ``softmax``'s own backward with the weights of attention that is written out, if products of matrices
-  alone read these in forward, behind dropout. Eager mode does not see all who read them: there they stay.
-
-The backward of activation functions and norms gets exact values: without a mark they are those of a layer that a rule
-leaves dense, or may be. So do the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
+  alone read these in forward, behind dropout. Eager mode does not see all who read them: there they stay;
+- the backward of norms and smooth functions, and weight gradients, unless a rule leaves some layer dense
+  (``Model.unmarked_layers``): without a mark, the value may be that layer's input.
 
 Values that no layer has marked are only taken if they depend on a mark: weights and what is computed from them do not,
 so that gradients of inputs stay exact.
@@ -56,8 +55,10 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = ops_of(Kind.PRODUCT)
-_OF_TWO_FACTORS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
-"""Operations by which backward multiplies what it reads; by ``mm`` it computes weight gradients."""
+_WEIGHT_GRADIENTS = frozenset({"aten.mm", "aten.mv", "aten.convolution_backward"})
+"""Operations that compute the gradient of a weight, a sum over all samples."""
+_OF_TWO_FACTORS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mm", "aten.mv"})
+"""Operations by which backward multiplies a value by a gradient."""
 _COMPARISONS, _RANDOM = ops_of(Kind.COMPARISON), ops_of(Kind.RANDOM)
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
 """Operations that may weigh values by a softmax."""
@@ -84,6 +85,7 @@ class Values:
         scope: Within what blocks compete.
         selection: Which blocks are kept.
         operator: Of the layer that asks, empty if none does.
+        operation: Name of the operation for which outliers are looked for, empty if for none.
     """
 
     bits: int
@@ -92,6 +94,7 @@ class Values:
     scope: str = "sample"
     selection: str = "largest"
     operator: str = ""
+    operation: str = ""
 
     @property
     def drops(self) -> bool:
@@ -129,7 +132,9 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
         raise Refused(storage.reason)
     if read.node not in joint.marked:
         raise Refused("it does not depend on what a layer has marked, so that it may be a weight")
-    return Values(storage.bits, model.block_size)
+    is_checked = use in (Use.LINEAR, Use.BOUNDED) and model.bits_by_rule(operation) is None
+    name = (operation or name_of(read.reader)).rpartition(".")[2] if is_checked else ""
+    return Values(storage.bits, model.block_size, operation=name)
 
 
 def _operation_of(joint: Joint, model: Model, read: Read, use: Use) -> str:
@@ -160,19 +165,33 @@ def _use_of(joint: Joint, given: Node, reader: Node) -> Use:
         return Use.WEIGHTS if is_softmax(source_of(given)) else Use.LINEAR
     places = [place for place, value in enumerate(reader.args) if value is given]
     use = of_backward(name_of(reader)).get(places[0], Use.EXACT) if len(places) == 1 else Use.EXACT
+    if use is Use.EXACT and _is_linear_in(joint, given, reader):
+        return Use.LINEAR
     is_threshold = use is Use.SIGN and reader.args[-1] != 0  # of a threshold that is not 0
     return Use.EXACT if is_threshold else use
 
 
+def _is_linear_in(joint: Joint, given: Node, reader: Node) -> bool:
+    """Return whether a reader is the first of several nodes of a backward that is linear in an input, as of ``x^2``."""
+    operation = joint.operation_of(reader)
+    row = None if operation is None else of_op(original_operation(operation))
+    if operation is None or row is None or row.inputs is not Use.LINEAR:
+        return False
+    is_input = sequence_number(source_of(given)) != sequence_number(operation)
+    is_own = original_operation(reader).removeprefix("aten.") in row.backward
+    return is_input and is_own and (row.only is None or operation.args[1] in row.only[1])
+
+
 def _facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:
-    """Return what is known of a value that is read without a mark. A graph shows no outliers."""
+    """Return what is known of a value that is read without a mark. Outliers show only when the graph runs."""
     if use not in (Use.LINEAR, Use.BOUNDED):
         return Facts()
     is_product = _is_product(joint, read.node, read.reader)
+    is_input_of_layer = use is Use.BOUNDED or name_of(read.reader) in _WEIGHT_GRADIENTS
     return Facts(
-        is_for_parameter=_is_for_a_parameter(read.reader),
+        is_for_parameter=use is Use.LINEAR and _is_for_parameter(joint, read),
         has_step_as_factor=is_product and _has_step_as_factor(joint, source_of(read.node)),
-        may_stay_dense=use is Use.BOUNDED or not ((is_product and joint.names_operations) or model.weight_gradients),
+        may_stay_dense=not model.unmarked_layers and (is_input_of_layer or not joint.names_operations),
         is_masked=is_masked(read.node),
     )
 
@@ -312,18 +331,29 @@ def is_random_mask(node: Node) -> bool:
     return name_of(node) in _RANDOM
 
 
-def _is_for_a_parameter(product: Node) -> bool:
-    """Return whether a product is summed over the samples, and the sum given out as the gradient of an input."""
+def _is_for_parameter(joint: Joint, read: Read) -> bool:
+    """Return whether a value is multiplied by parameters alone, of fewer values, and the product summed over samples.
 
-    def given_out(node: Node) -> bool:
-        return all(user.op == "output" or (passes_on(user) and given_out(user)) for user in node.users)
+    A graph does not say which inputs are parameters: these depend on no mark, and are the same for all samples.
+    """
+    operation, source = joint.operation_of(read.reader), source_of(read.node)
+    if operation is None:
+        return False
+    arguments = operation.args[1:] if name_of(operation).startswith("aten.add") else operation.args  # b of b + x w
+    factors = [node for node in arguments if isinstance(node, Node) and source_of(node) is not source]
+    fewer = all(count_of(value_of(factor)) < count_of(value_of(source)) for factor in factors)
+    return bool(factors) and fewer and joint.marked.isdisjoint(factors) and _is_summed_over_samples(read.reader)
 
-    def summed(node: Node) -> bool:
-        return all(
-            summed(user) if passes_on(user) else _sums_over_samples(user) and given_out(user) for user in node.users
-        )
 
-    return name_of(product) == "aten.mul" and summed(product)
+def _is_summed_over_samples(product: Node) -> bool:
+    """Return whether sums over the first dimension alone read a product, or it computes such a sum."""
+    name = name_of(product)
+    if name in _WEIGHT_GRADIENTS or (name == "aten.bmm" and value_of(product).shape[0] == 1):
+        return True
+    return all(
+        _is_summed_over_samples(user) if passes_on(user) or name_of(user) == "aten.mul" else _sums_over_samples(user)
+        for user in product.users
+    )
 
 
 def _sums_over_samples(node: Node) -> bool:

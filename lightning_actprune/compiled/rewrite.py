@@ -121,7 +121,10 @@ class Rewriter:
         assert way is not None
         assert layout is not None
         if not way.drops:
-            return [writer.call(_own.quantize.default, read, layout.block, way.bits)]
+            how = read, layout.block, way.bits
+            if not source.operation:
+                return [writer.call(_own.quantize.default, *how)]
+            return [writer.call(_own.quantize_checked.default, *how, source.operation, source.node.name)]
         blocks = writer.compute(operator.mul, writer.size(read, 1), ceil_div(layout.shape[2], layout.block))
         keep = self._keep_count(blocks, way.parts)
         packed = writer.call(_own.pack.default, read, layout.block, keep, way.bits, way.selection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -171,29 +170,6 @@ def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone():
         (row,) = (row for row in found.rows if row.name == "convolution")
         assert (row.how, row.stored_bytes) == ("again", x.numel() // 8)
     assert torch.cosine_similarity(*(s.grads["conv.weight"].flatten() for s in (found, dense)), 0) > 0.9999
-
-
-def scaled(model: Model) -> nn.Module:
-    """Return a linear layer, a scale of each feature and a factor of each sample that another layer computes."""
-
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        y = model.scale * model.fc(x)
-        return y * torch.sigmoid(model.gate(y.mean(1, keepdim=True)))
-
-    fc, scale = Marked(nn.Linear(32, 64), mark("linear", 8, model)), nn.Parameter(torch.rand(64))
-    return Calls(forward, fc=fc, gate=nn.Linear(64, 64), scale=scale)
-
-
-@pytest.mark.integration
-def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_tensor_have_not():
-    model, x = scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
-    dense, found = pair(model, x)
-    of_products = [row for row in found.rows if row.readers == ("aten.mul",)]
-    assert [(row.name, row.bits) for row in of_products] == [("aten.addmm", 2), ("aten.mul", 8)]
-    assert of_products[0].stored_bytes == x.numel() * 2 // 32 * 10
-    assert torch.cosine_similarity(found.grads["scale"], dense.grads["scale"], 0) > 0.99
-    without = step(scaled(MODEL), x).rows
-    assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
 
 
 @pytest.mark.nightly
