@@ -670,11 +670,18 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     if keep is None or keep.bits is None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
+    operators = ((fqns, layer, operator_of(layer)) for fqns, layer in layers(model))
+    dense = {
+        fqn
+        for fqns, layer, operator in operators
+        if operator is not None and not [*layer.children()] and config.is_dense_by_rule(fqns, operator)
+        for fqn in fqns
+    }
     attached = model.__dict__[_SAVED] = _Attached(model.__dict__.get(_SAVED, {}))
     attached[owner] = SavedTensorCompression(
         model,
         keep,
-        dense=lambda fqn: config.keep_of([fqn], "saved") is None,
+        dense=lambda fqn: fqn in dense or config.keep_of([fqn], "saved") is None,
         parameter_bits=None if scale is None else scale.bits,
         operations=config.operations,
         attention=config.attention,

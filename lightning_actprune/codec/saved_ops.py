@@ -47,6 +47,13 @@ earlier graph, and stores its inputs in the bits of ``Policy.saved``.
 So inputs of matrix products, convolutions, norms and smooth functions are exact there as soon as a rule skips a layer
 (``Facts.may_stay_dense``); eager mode knows the module.
 
+**Weights of a softmax** are exact in eager mode. Whoever gets them may take their logarithm, also after the module has
+returned, and multiplies their errors by 1/p: then the gradient is nothing but errors. A compiled graph shows all who
+read them, and whether it returns them. There they are stored in bits if they only weigh values.
+
+**Signs and shapes.** Eager mode stores the result of ``relu`` exactly, since the next layer keeps the same memory, and
+the input of pooling in the fewest bits.
+
 **Outliers.** Where an outlier takes all steps of its block for itself, as the -10,000 of a mask does among scores, the
 other values are lost, though their gradients may be all that counts. Values that ``masked_fill`` or ``where`` has
 written to are exact. Other outliers show only in the values. Eager mode looks at these in the forward that decides, and
