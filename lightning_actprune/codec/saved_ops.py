@@ -408,7 +408,7 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
     return Storage("bits", bits)
 
 
-_BY_RULE = "a rule leaves it as it is"
+_BY_RULE = "a rule leaves it uncompressed"
 _BIAS = "it is a bias, which may mask, or a statistic of attention"
 _NOT_KNOWN = "its gradient is not known to be right for values in few bits"
 OUTLIER = "an outlier takes all steps of its block for itself"

@@ -26,7 +26,7 @@ from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
 from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.compiled.decision_log import pop_pending_text
-from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpacked
+from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpack_in_kernel
 from lightning_actprune.compiled.signs import lower_signs
 
 _own = torch.ops.actprune
@@ -76,7 +76,7 @@ def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int,
         handler = inductor().fallback_handler(_own.dequantize.default)
         return handler(values, rows, length, block_size, bits, dtype)
     if may_be_fused(length, block_size, bits) and is_read_by_pointwise(virtualized().graph.current_node):
-        return unpacked(values, rows, length, block_size, bits, dtype)
+        return unpack_in_kernel(values, rows, length, block_size, bits, dtype)
     return _call(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lightning_actprune.codec import layout
 from lightning_actprune.codec.layout import Run, cut_rows, join_runs
 from lightning_actprune.compiled.graphs import hint, hints
-from lightning_actprune.compiled.readers import Refused, Values
+from lightning_actprune.compiled.readers import Refusal, Values
 
 
 class Layout(NamedTuple):
@@ -39,11 +39,11 @@ def memory_order(x: Tensor) -> tuple[int, ...]:
     """Return the dimensions of ``x`` in the order of memory.
 
     Raises:
-        Refused: If two values share a place.
+        Refusal: If two values share a place.
     """
     strides = hints(x.stride())
     if any(stride == 0 and hint(size) != 1 for stride, size in zip(strides, x.shape, strict=True)):
-        raise Refused("it is expanded")
+        raise Refusal("it is expanded")
     return tuple(layout.memory_order(strides))
 
 
@@ -51,11 +51,11 @@ def _joined(x: Tensor, order: tuple[int, ...]) -> list[Run]:
     """Return the runs of ``x``, the outermost first.
 
     Raises:
-        Refused: If values overlap.
+        Refusal: If values overlap.
     """
     runs = join_runs(x.shape, x.stride(), order, hint)
     if runs is None:
-        raise Refused("its values overlap")
+        raise Refusal("its values overlap")
     return runs
 
 
@@ -63,7 +63,7 @@ def layout_of(x: Tensor, way: Values) -> Layout:
     """Return how ``x`` is read where all blocks are kept.
 
     Raises:
-        Refused: If it cannot be.
+        Refusal: If it cannot be.
     """
     order = memory_order(x)
     runs = _joined(x, order)
@@ -76,7 +76,7 @@ def layout_of(x: Tensor, way: Values) -> Layout:
         shape = None if rows is None else _view(runs, *rows)
     if shape is None:
         inner, _ = runs[-1].innermost()
-        raise Refused(f"{inner} values side by side make no rows of blocks of {way.block_size}")
+        raise Refusal(f"{inner} values side by side make no rows of blocks of {way.block_size}")
     return Layout(order, copied, shape, min(way.block_size, shape[2]))
 
 
@@ -92,7 +92,7 @@ def _view(runs: list[Run], length: int, is_cut: bool) -> tuple[int, int, int] | 
     return None if sizes.count(-1) > 1 else (sizes[0], sizes[1], length)
 
 
-def dropped_layout(x: Tensor, like: Tensor, way: Values) -> Layout:
+def layout_with_drops(x: Tensor, like: Tensor, way: Values) -> Layout:
     """Return how ``x`` is read where blocks compete, as the layer would read it in eager mode.
 
     Args:
@@ -101,22 +101,22 @@ def dropped_layout(x: Tensor, like: Tensor, way: Values) -> Layout:
         way: How they are kept.
 
     Raises:
-        Refused: If it cannot be.
+        Refusal: If it cannot be.
     """
     order, marked = memory_order(x), memory_order(like)
     runs = [*_joined(x, order), *_joined(like, marked)]
     if len(runs) > 2 or not all(statically_known_true(run.stride == 1) for run in runs) or marked[0] != 0:
-        raise Refused("its samples do not follow each other in memory, so that the blocks of one cannot compete")
+        raise Refusal("its samples do not follow each other in memory, so that the blocks of one cannot compete")
     last, inner = like.shape[marked[-1]], [like.shape[dim] for dim in marked[1:]]
     if not isinstance(last, int):
-        raise Refused("the length of its rows is a symbol")
+        raise Refusal("the length of its rows is a symbol")
     if way.operator == "linear" and marked[-1] != like.dim() - 1:
-        raise Refused("its features do not lie side by side")
+        raise Refusal("its features do not lie side by side")
     if way.scope == "token" or like.dim() == 2:
         return Layout(order, False, (-1, 1, last), min(way.block_size, last))
     if not all(isinstance(size, int) for size in inner):
         if not isinstance(like.shape[0], int) or way.operator != "linear":
-            raise Refused("how many blocks compete is not known")
+            raise Refusal("how many blocks compete is not known")
         return Layout(order, False, (like.shape[0], -1, last), min(way.block_size, last))
     values = math.prod(hints(inner))
     length = last if way.operator == "linear" else way.block_size if values % way.block_size == 0 else values

@@ -322,7 +322,7 @@ def test_an_output_stays():
     with CompiledPacking() as packing:
         sum(torch.compile(both, backend="aot_eager", fullgraph=True)(torch.randn(4, 16, 64))).sum().backward()
     assert [row.reason for row in packing.rows] == [
-        "it is an output, or shares the memory of one, which is retained anyway"
+        "it is an output, or shares the memory of one, so it stays in memory"
     ]
 
 
