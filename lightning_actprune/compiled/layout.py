@@ -1,8 +1,8 @@
-"""How a value of a graph is read when it is packed: in the order of its memory, cut into rows (``codec.layout``).
+"""Find in which order to read a value of a graph to pack it: that of its memory, cut into rows (``codec.layout``).
 
-Runs that make no rows, such as 196 of every 200 features where inductor has padded a product, are copied first. Where
-blocks are dropped they compete within a sample, which is the first dimension: a linear layer's rows are its features, a
-convolution's a block each, as in eager mode.
+Runs that make no rows, such as 196 of every 200 features where inductor has padded a product, are copied first. Blocks
+that may be dropped compete within a sample, the first dimension. As in eager mode, a row of a linear layer has all
+features of a token, and a row of a convolution is a block.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_actprune.compiled.readers import Refusal, Values
 
 
 class Layout(NamedTuple):
-    """How a value is read.
+    """The order in which to read a value.
 
     Args:
         order: Its dimensions in the order of memory, the outermost first.
-        copied: Whether it is copied to that order first.
-        shape: ``[S, T, L]`` as read; -1 for what follows from the others.
-        block: Values per block, cut to a row.
+        copied: Whether to copy it to that order first.
+        shape: ``[S, T, L]``; -1 for a size that follows from the others.
+        block: Values per block, at most a row.
     """
 
     order: tuple[int, ...]
@@ -39,7 +39,7 @@ def memory_order(x: Tensor) -> tuple[int, ...]:
     """Return the dimensions of ``x`` in the order of memory.
 
     Raises:
-        Refusal: If two values share a place.
+        Refusal: If two values share an address.
     """
     strides = hints(x.stride())
     if any(stride == 0 and hint(size) != 1 for stride, size in zip(strides, x.shape, strict=True)):
@@ -60,10 +60,10 @@ def _joined(x: Tensor, order: tuple[int, ...]) -> list[Run]:
 
 
 def layout_of(x: Tensor, way: Values) -> Layout:
-    """Return how ``x`` is read where all blocks are kept.
+    """Return the layout of ``x`` if no block is dropped.
 
     Raises:
-        Refusal: If it cannot be.
+        Refusal: If it makes no rows of blocks.
     """
     order = memory_order(x)
     runs = _joined(x, order)
@@ -81,7 +81,7 @@ def layout_of(x: Tensor, way: Values) -> Layout:
 
 
 def _view(runs: list[Run], length: int, is_cut: bool) -> tuple[int, int, int] | None:
-    """Return the sizes as which ``runs`` are viewed, one of them -1, ``None`` if there is more than one symbol."""
+    """Return the sizes ``[S, T, L]`` of ``runs``, one of them -1, or ``None`` if more than one is a symbol."""
     products = [run.innermost() for run in runs]
     sizes = [product if whole else -1 for product, whole in products]
     sizes[-1:] = [sizes[-1] // length if sizes[-1] > 0 else -1] if is_cut else []
@@ -93,15 +93,15 @@ def _view(runs: list[Run], length: int, is_cut: bool) -> tuple[int, int, int] | 
 
 
 def layout_with_drops(x: Tensor, like: Tensor, way: Values) -> Layout:
-    """Return how ``x`` is read where blocks compete, as the layer would read it in eager mode.
+    """Return the layout of ``x`` if blocks are dropped: that of the layer in eager mode.
 
     Args:
-        x: What is packed.
-        like: What the layer has marked, the same values in the same memory.
-        way: How they are kept.
+        x: The value to pack.
+        like: The value that the layer has marked, which has the same values in the same memory.
+        way: How to pack it.
 
     Raises:
-        Refusal: If it cannot be.
+        Refusal: If blocks cannot compete as in eager mode.
     """
     order, marked = memory_order(x), memory_order(like)
     runs = [*_joined(x, order), *_joined(like, marked)]
@@ -111,7 +111,7 @@ def layout_with_drops(x: Tensor, like: Tensor, way: Values) -> Layout:
     if not isinstance(last, int):
         raise Refusal("the length of its rows is a symbol")
     if way.operator == "linear" and marked[-1] != like.dim() - 1:
-        raise Refusal("its features do not lie side by side")
+        raise Refusal("its features are not side by side in memory")
     if way.scope == "token" or like.dim() == 2:
         return Layout(order, False, (-1, 1, last), min(way.block_size, last))
     if not all(isinstance(size, int) for size in inner):
