@@ -18,9 +18,9 @@ _SAMPLE = 2**20
 """Values of a tensor in which outliers are looked for, the first of them: masks recur in each sample."""
 _LOST_SHARE = 1 / 4
 """Share of a block's values that may be off by more than half of themselves."""
-_FIRST_CALLS = 32
+_FIRST_CALLS = 1, 2, 4, 8, 16, 32, 64
 _CHECKED_EVERY = 127
-"""Calls of compiled code after which it looks for outliers again; no multiple of how many blocks share a graph."""
+"""Calls of compiled code that look for outliers: these, and multiples of a prime, since blocks may share a graph."""
 
 
 def loses_values(x: Tensor, block: int) -> bool:
@@ -64,7 +64,7 @@ class CheckedQuantize(Quantize):
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``quantize(x, block_size, bits)``."""
         self._calls += 1
-        if self._calls <= _FIRST_CALLS or self._calls % _CHECKED_EVERY == 0:
+        if self._calls in _FIRST_CALLS or self._calls % _CHECKED_EVERY == 0:
             _warn_of_outliers(x, self._block_size, self._operation)
         return super().__call__(x)
 

@@ -58,9 +58,8 @@ the input of pooling in the fewest bits.
 other values are lost, though their gradients may be all that counts. Values that ``masked_fill`` or ``where`` has
 written to are exact. Other outliers show only in the values. Eager mode looks at these in the forward that decides, and
 in some later ones: then the tensor is exact from that forward on. Compiled code cannot change what it stores. It looks
-in its first 32 runs and in every 127th, and warns with the rule that leaves the operation uncompressed
-(``codec.outliers``). While a CUDA graph is captured nobody can look: eager mode stores exactly, and compiled code
-has looked in the runs before the capture alone.
+as often, and warns with the rule that leaves the operation uncompressed (``codec.outliers``). While a CUDA graph is
+captured nobody can look: eager mode stores exactly, and compiled code has only looked in the runs before the capture.
 
 **To add a row**, look at ``y.grad_fn.name()``, and at its attributes ``_saved_...`` for what is saved. Derive the
 gradient, and find the line above by which it uses ``x``. Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or

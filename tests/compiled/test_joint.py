@@ -284,33 +284,6 @@ def test_a_schedule_compiles_twice():
     assert counter.frame_count == 2
 
 
-def gated(model: Model = MODEL) -> nn.Module:
-    """Return what no layer is known for: a gate, a mask, an exponential, an output that is read in backward."""
-
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        a, b = model.first(x.sin()).chunk(2, -1)
-        c = (a * b).masked_fill(a > 1, 0.0)
-        return model.last(c) * a.exp() * c * torch.cat([c[..., 32:], c[..., :32]], -1)
-
-    return Calls(forward, first=Marked(nn.Linear(64, 128), mark("linear", 4, model)), last=nn.Linear(64, 64))
-
-
-def test_what_no_layer_is_known_for():
-    found = step(gated(), torch.randn(4, 16, 64))
-    reasons = {row.name: row.reason for row in found.rows if row.how == "as it is"}
-    assert all("mask" in reasons[f"aten.{name}"] for name in ("masked_fill", "cat"))
-    split = next(row for row in found.rows if row.readers == ("aten.mul",) and row.how == "packed")
-    assert split.bits == 8
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("without_bits", [False, True])
-def test_what_unmarked_layers_read_and_what_has_no_bits_stays(without_bits):
-    unmarked = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
-    found = step(gated(Model(min_values=1024)) if without_bits else unmarked, torch.randn(4, 16, 64))
-    assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
-
-
 def test_an_output_stays():
     first, second = (Marked(nn.Linear(64, 64), mark("linear", 4)) for _ in range(2))
 
