@@ -165,21 +165,20 @@ def _find_use(joint: Joint, node: Node, reader: Node) -> Use:
         return Use.WEIGHTS if is_softmax(source_of(node)) else Use.LINEAR
     places = [place for place, argument in enumerate(reader.args) if argument is node]
     use = of_backward(name_of(reader)).get(places[0], Use.EXACT) if len(places) == 1 else Use.EXACT
-    if use is Use.EXACT and _starts_linear_backward(joint, node, reader):
+    if use is Use.EXACT and _starts_linear_backward(joint, reader):
         return Use.LINEAR
     has_threshold = use is Use.SIGN and reader.args[-1] != 0
     return Use.EXACT if has_threshold else use
 
 
-def _starts_linear_backward(joint: Joint, node: Node, reader: Node) -> bool:
-    """Return True if a reader is the first of several nodes of a backward that is linear in ``node``, as of ``x^2``."""
+def _starts_linear_backward(joint: Joint, reader: Node) -> bool:
+    """Return True if a reader is the first of several nodes of a linear backward, as of ``x^2``."""
     operation = joint.operation_of(reader)
     row = None if operation is None else of_op(original_operation(operation))
     if operation is None or row is None or row.inputs is not Use.LINEAR:
         return False
-    is_input = sequence_number(source_of(node)) != sequence_number(operation)
     is_own = original_operation(reader).removeprefix("aten.") in row.backward
-    return is_input and is_own and (row.only is None or operation.args[1] in row.only[1])
+    return is_own and (row.only is None or (*operation.args, 2)[1] in row.only[1])  # the order of a norm may be missing
 
 
 def _find_facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:

@@ -210,6 +210,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "quotient": (0, torch.div, (16,)),
     "lerp": (0, lambda x, g: torch.lerp(x, x.sin(), g), (16,)),
     "maximum": (0, torch.maximum, (16,)),
+    "norm of all": (8, lambda x: torch.linalg.vector_norm(x).expand(4)),
+    "cube norm": (0, lambda x: torch.linalg.vector_norm(x, 3, dim=0)),
     "sin": (0, torch.sin),
     "relu": (0, F.relu),
     "attention": (28, attention),
