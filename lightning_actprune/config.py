@@ -411,6 +411,11 @@ class Config:
                 return pattern
         return None
 
+    def is_dense_by_rule(self, fqns: Sequence[str], operator: Operator) -> bool:
+        """Return True if a rule, not the lack of one, leaves a layer with these names dense."""
+        pattern = self.rule_of(fqns, operator)
+        return pattern is not None and self._rules[pattern] is None
+
     def keep_of(self, fqns: Sequence[str], operator: Operator) -> Keep | None:
         """Return the settings of a layer with these names, ``None`` if it stays dense."""
         pattern = self.rule_of(fqns, operator)

@@ -604,7 +604,7 @@ def _without_recompute(model: nn.Module, owner: str) -> Iterator[None]:
 
 
 # === Marks for compilers ==============================================================================================
-def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False) -> None:
+def mark_layers(model: nn.Module, owner: str, *, unmarked_layers: bool = False) -> None:
     """Show compilers the layers of ``owner`` as dense ones with marks that say how to keep their inputs.
 
     Call it again whenever layers or rules have changed. What rules leave dense stays dense. For other operations this
@@ -613,11 +613,11 @@ def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False)
     Args:
         model: The converted model.
         owner: Who converted it.
-        weight_gradients: Whether the inputs of unconverted layers may be compressed like tensors of other operations;
-            not if a rule leaves such a layer dense.
+        unmarked_layers: Whether inputs of unconverted layers may be compressed like tensors of other operations; not
+            if a rule leaves such a layer dense.
     """
     saved = find_hooks(model, owner)
-    of_model = Model() if saved is None else replace(saved.for_compilers(), weight_gradients=weight_gradients)
+    of_model = Model() if saved is None else replace(saved.for_compilers(), unmarked_layers=unmarked_layers)
     for fqns, layer in layers(model):
         if is_converted(layer) and layer.owner == owner:
             layer._state = replace(layer._state, marks=_make_marks(layer, general_name(fqns[0]), of_model))
@@ -670,11 +670,18 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     if keep is None or keep.bits is None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
+    operators = ((fqns, layer, operator_of(layer)) for fqns, layer in layers(model))
+    dense = {
+        fqn
+        for fqns, layer, operator in operators
+        if operator is not None and not [*layer.children()] and config.is_dense_by_rule(fqns, operator)
+        for fqn in fqns
+    }
     attached = model.__dict__[_SAVED] = _Attached(model.__dict__.get(_SAVED, {}))
     attached[owner] = SavedTensorCompression(
         model,
         keep,
-        dense=lambda fqn: config.keep_of([fqn], "saved") is None,
+        dense=lambda fqn: fqn in dense or config.keep_of([fqn], "saved") is None,
         parameter_bits=None if scale is None else scale.bits,
         operations=config.operations,
         attention=config.attention,

@@ -361,6 +361,17 @@ def test_other_rules_on_the_root_are_about_it_as_a_layer():
     assert (layer.fqn, layer.keep) == ("(root)", Keep(bits=3, fine_rows=1024))
 
 
+@pytest.mark.parametrize("pattern", ["fc", "type:linear"])
+def test_a_layer_that_a_rule_leaves_dense_has_an_exact_input(pattern: str):
+    model = nn.Sequential(OrderedDict(act=nn.GELU(), fc=nn.Linear(64, 64), norm=nn.LayerNorm(64)))
+    x, expected = torch.randn(1024, 64), nn.Linear(64, 64)
+    expected.load_state_dict(model.fc.state_dict())
+    convert(model, "balanced", rules={pattern: None})
+    model[:2](x.requires_grad_()).square().sum().backward()
+    expected(nn.functional.gelu(x)).square().sum().backward()
+    assert torch.equal(model.fc.weight.grad, expected.weight.grad)
+
+
 def test_what_is_saved_is_claimed_once():
     model = everything()
     convert(model, rules={"type:saved": Keep(bits=8), "head": Keep(bits=4), "*": None})

@@ -68,6 +68,7 @@ from lightning_actprune.codec.dispatch import (
     has_fp32_product,
     kernel_refusals,
 )
+from lightning_actprune.codec.outliers import loses_values
 from lightning_actprune.codec.private import (
     FOR_SIMULATION,
     TorchDispatchMode,
@@ -84,7 +85,6 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.config import check_model, listed
 from lightning_actprune.operators.containers import map_tensors
-from lightning_actprune.operators.readers import loses_values
 from lightning_actprune.report import ConversionReport
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]

@@ -41,15 +41,15 @@ class CompiledLayers:
                 f"{reason} Layers pack by themselves, and the compiler keeps all tensors of other operations."
             )
 
-    def mark(self, model: pl.LightningModule, weight_gradients: bool) -> None:
+    def mark(self, model: pl.LightningModule, unmarked_layers: bool) -> None:
         """Mark the layers after a conversion.
 
         Args:
             model: The module that holds them.
-            weight_gradients: See ``convert.mark_layers``.
+            unmarked_layers: See ``convert.mark_layers``.
         """
         if self._packing is not None:
-            mark_layers(model, self._owner, weight_gradients=weight_gradients)
+            mark_layers(model, self._owner, unmarked_layers=unmarked_layers)
 
     def news(self, model: pl.LightningModule) -> list[Row]:
         """Return the rows that are new since the last call; called after each step.

@@ -441,7 +441,7 @@ class ActivationPruning(TrainerCallback):
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
         self._progress.find_layers(pl_module, self._owner, without=self.spread)
         by_rule = {layer.fqn for layer in self._report.skipped} - set(self._decisions.retained or {})
-        self._compiled.mark(pl_module, weight_gradients=not by_rule)
+        self._compiled.mark(pl_module, unmarked_layers=not by_rule)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         compilation.listen(None)

@@ -1,4 +1,4 @@
-"""The table of operations: what autograd saves for each, and how backward uses that.
+"""The table of operations: what autograd saves for each, and how backward uses it.
 
 Backward computes a gradient from the incoming one, ``g``, and from tensors that forward saved. A saved value ``x`` that
 is stored in few bits comes back with an error of mean zero, of at most half a step of its block: ``d``. What that does
@@ -11,36 +11,61 @@ to the gradient depends on how backward uses ``x``::
     VALUE       multiplies by x                        mean zero                          in bits
     ATTENDED    multiplies the result of attention     mean zero                          in bits
     WEIGHTS     multiplies a softmax p: g p, p sum(gp) bounded, since 0 <= p <= 1         in bits, if compiled
-    SIGN        asks whether a result is above 0       none                               one bit each, if compiled
-    SHAPE       asks for the shape of x alone          none                               nothing, or the fewest bits
+    SIGN        needs to know if a result is above 0   none                               one bit each, if compiled
+    SHAPE       needs the shape of x alone             none                               nothing, or the fewest bits
     BIAS        adds a bias of attention again         any: a mask is minus infinity      exactly
     EXACT       does anything else                     any, see below                     exactly
 
-*Bounded* are, with the largest slope ``L`` of the derivative::
+*Bounded* errors, with the largest slope ``L`` of the derivative::
 
     gelu, silu, mish, softplus   L d |g|, with L = 0.80, 0.50, 0.65, 0.25
     x^3                          3 (2 |x| d + d^2) |g|
-    norms, their input's         2 (r d) r max|z| max|g|, with z = (x - mu) r the normalised input; mu and r = 1/sigma
-                                 are saved exactly (that of the weight is linear)
+    norms, their input's         2 (r d) r max|z| max|g|, with z = (x - mu) r the normalized input; mu and r = 1/sigma
+                                 are exact (the weight's gradient is linear)
 
-*Exact* is everything else, and every operation without a row: a comparison decides the other way near its threshold
-(``clamp``, ``abs``, ``amax``), a quotient has a pole (``x / y``, ``log``), a period is forgotten (``sin`` of large
-values), a coordinate is that of another pixel (``grid_sample``), a difference of large numbers is nothing but their
+All other operations, and those without a row, need *exact* values. With errors, a comparison decides the other way
+near its threshold (``clamp``, ``abs``, ``amax``), a quotient comes near its pole (``x / y``, ``log``), ``sin`` of large
+values is in another period, ``grid_sample`` reads another pixel, and a difference of large numbers is nothing but their
 errors (``var`` of values far from zero).
 
-**Names.** A row has the name of an operation in ``torch.ops.aten``, such as ``"gelu"``. In eager mode autograd makes a
-node of it, ``GeluBackward0``: the name in camel case, unless ``nodes`` says otherwise. In a compiled graph it is
-``aten.gelu`` in forward, and ``aten.gelu_backward`` reads what it saved (``backward``). Where inductor decomposes
-either into several nodes, each of them names the whole (``codec.private.original_operation``).
+**Names.** A row has the name of an operation in ``torch.ops.aten``, such as ``"gelu"``. In eager mode its autograd node
+is ``GeluBackward0``: the name in camel case, unless the row has ``nodes``. In a compiled graph, forward has
+``aten.gelu``, and ``aten.gelu_backward`` reads the saved tensor (``backward``). If inductor decomposes them, each part
+names the whole (``codec.private.original_operation``).
 
-**How a tensor is stored** is decided by ``storage_for`` alone, in eager mode and in compiled code: from its use, from
-what else is known of it (``Facts``), and from the model's rules (``Policy``). Which tensors are too small, weights, or
-left out by a rule for their module, the two find out themselves.
+**Storage.** Only ``storage_for`` decides how to store a tensor, in eager mode and in compiled code: from its use, from
+other facts about it (``Facts``) and from the model's rules (``Policy``). Each of the two finds small tensors, weights,
+and modules that a rule leaves alone by itself.
+
+**Parameters.** If a factor is computed from parameters alone and has fewer values than the other one, that one enters
+no gradient but theirs, where errors of many rows cancel (``Policy.parameter``). Eager mode walks back from the factor.
+A compiled graph does not say which inputs are parameters: there the factor depends on no mark, and backward sums the
+product over samples. So compiled code cannot tell the parameters of a batched product (``bmm``) from activations of an
+earlier graph, and stores its inputs in the bits of ``Policy.saved``.
+
+**Layers without a mark.** In compiled code an operation without a mark may belong to a layer that a rule leaves dense.
+So inputs of matrix products, convolutions, norms and smooth functions are exact there once a rule leaves some layer
+dense (``Facts.may_stay_dense``). Eager mode knows the module.
+
+**Weights of a softmax** are exact in eager mode. A caller may take their logarithm, even after the module has returned,
+which multiplies their errors by 1/p: then the gradient is nothing but errors. A compiled graph shows all readers, and
+whether the weights are an output. It stores them in bits if they only weigh values.
+
+**Signs and shapes.** Eager mode stores the result of ``relu`` exactly, since the next layer keeps the same memory, and
+the input of pooling in the fewest bits.
+
+**Outliers.** Where an outlier takes all steps of its block for itself, as the -10,000 of a mask does among scores, the
+other values are lost, though their gradients may be all that counts. Values that ``masked_fill`` or ``where`` has
+written to are exact. Other outliers show only in the values. Eager mode looks at these in the forward that decides, and
+in some later ones: then the tensor is exact from that forward on. Compiled code cannot change what it stores. It looks
+as often, and warns with the rule that leaves the operation uncompressed (``codec.outliers``). While a CUDA graph is
+captured nobody can look: eager mode stores exactly, and compiled code has only looked in the runs before the capture.
 
 **To add a row**, look at ``y.grad_fn.name()``, and at its attributes ``_saved_...`` for what is saved. Derive the
 gradient, and find the line above by which it uses ``x``. Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or
-``SHAPE_ALONE`` of ``tests/operators/test_sites.py``: tests disturb what is saved, and compare the error with the bound.
-Rows without uses are there for code that walks a graph, by their ``kind``.
+``SHAPE_ALONE`` of ``tests/contract/test_saved_ops.py``: tests disturb what is saved, compare the error with the bound,
+and compare eager mode with compiled code.
+Rows without uses serve code that walks a graph, by their ``kind``.
 """
 
 from __future__ import annotations
@@ -55,7 +80,7 @@ from typing import Any, Literal, NamedTuple
 class Use(Enum):
     """How backward uses a saved tensor, see the module."""
 
-    NOTHING = auto()  # it is not saved
+    NOTHING = auto()  # not saved
     EXACT = auto()
     LINEAR = auto()
     BOUNDED = auto()
@@ -70,7 +95,7 @@ class Use(Enum):
 
 
 class Kind(Flag):
-    """What an operation is, for code that walks a graph. It may be several of these."""
+    """Kinds of operations, for code that walks a graph. One operation may have several kinds."""
 
     OTHER = 0
     VIEW = auto()  # all values of its input, in its memory
@@ -102,12 +127,12 @@ class SavedOp:
 
     Args:
         name: Name in ``torch.ops.aten``, or ``"prims.name"``.
-        inputs: How backward uses what it saves of its inputs; of attention, in the order in which they are saved.
+        inputs: How backward uses saved inputs; for attention, each of them in the order in which they are saved.
         result: How backward uses the result.
-        kind: What the operation is.
-        nodes: Names of its autograd nodes without ``Backward0``, by default one, its own name in camel case.
-        backward: Operations that read in compiled graphs what it saved, each with the uses of its arguments by place.
-        only: An argument that the node has saved, and for which of its values the row holds: ``("exponent", (2, 3))``.
+        kind: Kinds of the operation.
+        nodes: Names of its autograd nodes without ``Backward0``, by default its own name in camel case.
+        backward: Operations that read the saved tensors in compiled graphs, with the uses of their arguments by place.
+        only: An argument of the operation, and its values for which the row holds: ``("exponent", (2, 3))``.
     """
 
     name: str
@@ -140,12 +165,12 @@ def _op_name(name: str) -> str:
 
 
 def _rows(*names: str, **fields: Any) -> tuple[SavedOp, ...]:
-    """Return rows that differ in their names alone."""
+    """Return rows that differ only in their names."""
     return tuple(SavedOp(name, **fields) for name in names)
 
 
 def _with_backward(use: Use, *names: str, place: int = 1, **fields: Any) -> tuple[SavedOp, ...]:
-    """Return rows of operations with a backward of their own, which gets the input at ``place``."""
+    """Return rows of operations with a backward operation that gets the input at ``place``."""
     return tuple(SavedOp(name, use, backward={f"{name}_backward": {place: use}}, **fields) for name in names)
 
 
@@ -167,8 +192,9 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
     *_with_backward(_U.LINEAR, "convolution", kind=_K.PRODUCT | _K.GEMM, nodes=_CONVOLUTIONS),
     *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", "_grouped_mm", inputs=_U.LINEAR, kind=_K.PRODUCT),
-    SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, only=("exponent", (2, 3))),  # of 3 it is bounded
-    SavedOp("linalg_vector_norm", _U.LINEAR, only=("ord", (2,))),  # x / |x|, since |x| is saved exactly
+    # x^3 is bounded; the gradient of |x| is x / |x|, of which |x| is exact.
+    SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, backward={"pow": {}, "mul": {}}, only=("exponent", (2, 3))),
+    SavedOp("linalg_vector_norm", _U.LINEAR, backward={"div": {}}, only=("ord", (2,))),
     # === Of bounded error ============================================================================================
     *_with_backward(_U.BOUNDED, "gelu", "silu", "mish", "softplus", kind=_SMOOTH),
     *_with_backward(_U.BOUNDED, *_NORMS, result=_U.EXACT),
@@ -185,7 +211,7 @@ SAVED_OPS: tuple[SavedOp, ...] = (
         kind=_K.SOFTMAX,
         backward={"_softmax_backward_data": {1: _U.WEIGHTS}},
     ),
-    # === Exact, in less than the values ==============================================================================
+    # === Exact, from less than the values ============================================================================
     SavedOp("relu", _U.NOTHING, _U.SIGN, _SMOOTH, backward={"threshold_backward": {1: _U.SIGN}, "le": {0: _U.SIGN}}),
     *_with_backward(_U.SHAPE, "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
     *_with_backward(_U.SHAPE, "max_pool2d_with_indices", "max_pool3d_with_indices"),
@@ -206,7 +232,7 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     *_rows("amax", "amin", "max", "var", "var_mean", "std", "logsumexp", kind=_K.STATISTIC),
     *_rows("bernoulli", "native_dropout", kind=_K.RANDOM),
     *_rows("rand", "rand_like", "prims.inductor_random", kind=_K.RANDOM, nodes=()),
-    # === Values of the input, as they are ============================================================================
+    # === The values of the input =====================================================================================
     *_rows("alias", "expand", "squeeze", "unsqueeze", inputs=_U.NOTHING, kind=_K.VIEW),
     *_rows("view", "_unsafe_view", "_reshape_alias", inputs=_U.NOTHING, kind=_K.VIEW | _K.RESHAPE),
     *_rows("permute", "transpose", "t", inputs=_U.NOTHING, kind=_K.VIEW | _K.PERMUTE),
@@ -227,17 +253,17 @@ _BY_BACKWARD = {_op_name(name): places for row in SAVED_OPS for name, places in 
 
 
 def of_node(name: str) -> SavedOp | None:
-    """Return the row of an autograd node, ``"GeluBackward0"``, ``None`` if its operation is not known."""
+    """Return the row of an autograd node, ``"GeluBackward0"``, or ``None``."""
     return _BY_NODE.get(name)
 
 
 def of_op(name: str) -> SavedOp | None:
-    """Return the row of an operation of a compiled graph, ``"aten.gelu"``, ``None`` if it is not known."""
+    """Return the row of an operation in compiled graphs, ``"aten.gelu"``, or ``None``."""
     return _BY_OP.get(name)
 
 
 def of_backward(name: str) -> Mapping[int, Use]:
-    """Return how an operation of a compiled backward, ``"aten.gelu_backward"``, uses its arguments, by their places."""
+    """Return the uses of arguments, by place, of a backward operation in compiled graphs, ``"aten.gelu_backward"``."""
     return _BY_BACKWARD.get(name, {})
 
 
@@ -252,29 +278,29 @@ def ops_of(kind: Kind) -> frozenset[str]:
 
 
 def backward_of(kind: Kind) -> frozenset[str]:
-    """Return the names of the operations that read in compiled graphs what operations of a kind saved."""
+    """Return the names of operations that read, in compiled graphs, what operations of a kind saved."""
     return frozenset(_op_name(name) for row in SAVED_OPS if row.kind & kind for name in row.backward)
 
 
 # === How a tensor is stored ==========================================================================================
 
 _FEWER_VALUES = 8
-"""A tensor that has so many times as many values is multiplied with few factors."""
+"""A step has at least this many times fewer values than the tensor that it multiplies."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Bits of what operations save, as a model's rules say.
+    """Bits of saved tensors, from a model's rules; 0 for uncompressed values.
 
     Args:
-        saved: Of what operations save, 0 for values as they are.
-        query: Of the query of fused attention.
-        key: Of its key.
-        value: Of its value.
-        attended: Of its result.
-        parameter: Of what is multiplied by a parameter, as a layer scale, whose gradient alone needs it; 0 for
-            ``saved``.
-        operations: Of what operations save that rules name, in place of all these.
+        saved: Bits of tensors with no setting below.
+        query: Bits of the query of fused attention.
+        key: Bits of its key.
+        value: Bits of its value.
+        attended: Bits of its result.
+        parameter: Bits of tensors that only the gradient of a parameter needs, such as the input of a layer scale; 0
+            for those of ``saved``.
+        operations: Bits by the name of an operation, in place of all others.
     """
 
     saved: int = 0
@@ -286,24 +312,24 @@ class Policy:
     operations: tuple[tuple[str, int], ...] = ()
 
     def bits_by_rule(self, operation: str) -> int | None:
-        """Return the bits that a rule says for an operation, which it may name as ``aten`` or as autograd does."""
+        """Return the bits of a rule that names an operation, as ``aten`` or as autograd does, or ``None``."""
         return {_key(name): bits for name, bits in self.operations}.get(_key(operation))
 
 
 def _key(name: str) -> str:
-    """Return the same for ``"grid_sampler_2d"`` and for ``"grid_sampler2_d"``, as which eager mode knows it."""
+    """Return the same key for ``"grid_sampler_2d"`` and for ``"grid_sampler2_d"``, its name in eager mode."""
     return name.rpartition(".")[2].replace("_", "").lower()
 
 
 class Facts(NamedTuple):
-    """What is known of a saved tensor. Eager hooks and compiled code find it out each in their own way.
+    """Facts about a saved tensor. Eager hooks and compiled code find them in their own ways.
 
     Args:
         is_for_parameter: Whether only the gradient of a parameter needs it.
-        has_step_as_factor: Whether it is multiplied by what may be a learned step (``is_step``).
+        has_step_as_factor: Whether its factor may be a learned step (``is_step``).
         may_stay_dense: Whether it may be the input of a layer that a rule leaves dense.
-        is_masked: Whether a mask has put values into it.
-        has_outliers: Whether outliers take all steps of their blocks; ``None`` if they could not be looked for.
+        is_masked: Whether a mask has set some of its values.
+        has_outliers: Whether outliers take all steps of their blocks; ``None`` if nobody could look.
     """
 
     is_for_parameter: bool = False
@@ -314,12 +340,12 @@ class Facts(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How a saved tensor is stored.
+    """How to store a saved tensor.
 
     Args:
-        how: In ``bits``, as one bit that says whether a value is above 0, as a shape alone, or exactly.
+        how: In ``bits``, as one bit a value that tells if it is above 0, as a shape alone, or exactly.
         bits: Bits of a value.
-        reason: Why it is stored exactly.
+        reason: Why it is exact.
     """
 
     how: Literal["bits", "signs", "shape", "exact"]
@@ -328,17 +354,17 @@ class Storage(NamedTuple):
 
 
 def is_exact(use: Use) -> bool:
-    """Return whether backward needs exact values, whatever is known of them."""
+    """Return True if backward needs exact values, whatever the facts."""
     return use in (Use.NOTHING, Use.EXACT, Use.BIAS)
 
 
 def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Storage:
-    """Return how a saved tensor is stored.
+    """Return how to store a saved tensor.
 
     Args:
-        operation: Name of the operation whose backward reads it, ``""`` if no rule by its name is about that.
-        use: How that uses it.
-        facts: What is known of the tensor, of use for products and what has a bounded error.
+        operation: Name of the operation whose backward reads it, ``""`` if rules by name do not hold for it.
+        use: How backward uses it.
+        facts: Facts about the tensor, which matter for ``LINEAR`` and ``BOUNDED`` uses.
         policy: The model's rules.
 
     Example:
@@ -361,7 +387,7 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
         return Storage("exact", reason=_BIAS if use is Use.BIAS else _NOT_KNOWN)
     bits = {
         Use.QUERY: policy.query,
-        Use.WEIGHTS: policy.query,  # which fused attention computes them from
+        Use.WEIGHTS: policy.query,  # fused attention computes them again from the query
         Use.KEY: policy.key,
         Use.VALUE: policy.value,
         Use.ATTENDED: policy.attended,
@@ -370,9 +396,9 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
         return Storage("exact", reason=_BY_RULE)
     if use in (Use.LINEAR, Use.BOUNDED):
         for holds, reason in (
-            (facts.may_stay_dense, "a rule may leave the layer dense that reads it"),
+            (facts.may_stay_dense, "a rule may leave the layer that reads it dense"),
             (facts.has_step_as_factor, "its other factor has a gradient that is a difference of sums"),
-            (facts.is_masked, "a mask has put values into it, which may be as large as it likes"),
+            (facts.is_masked, "a mask has set values in it, which may be of any size"),
             (facts.has_outliers, OUTLIER),
             (facts.has_outliers is None, "outliers cannot be looked for while a CUDA graph is captured"),
         ):
@@ -381,23 +407,23 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
     return Storage("bits", bits)
 
 
-_BY_RULE = "a rule leaves it as it is"
+_BY_RULE = "a rule leaves it uncompressed"
 _BIAS = "it is a bias, which may mask, or a statistic of attention"
 _NOT_KNOWN = "its gradient is not known to be right for values in few bits"
 OUTLIER = "an outlier takes all steps of its block for itself"
 
 
 def is_step(values: int, factor_values: int, savers: Iterable[SavedOp | None], is_inverse: bool) -> bool:
-    """Return whether a factor may be the learned step of a quantization.
+    """Return True if a factor may be the learned step of a quantization.
 
-    Values are divided by such a step and multiplied by it again, so its gradient is a difference of two sums, far
-    smaller than either: an error of one of them would be most of it.
+    A quantization divides by its step and multiplies by it again. So the step's gradient is a difference of two sums,
+    far smaller than either: an error of one of them would be most of it.
 
     Args:
-        values: How many values are multiplied by the factor; a step has far fewer.
-        factor_values: How many the factor has.
-        savers: The operations that save the factor: a step is saved by another one than a product, or
-        is_inverse: it is the inverse of parameters, or such a parameter.
+        values: Number of values that the factor multiplies; a step has far fewer.
+        factor_values: Number of values of the factor.
+        savers: The operations that save the factor; for a step, one of them is no product.
+        is_inverse: Whether the factor is the inverse of parameters, or such a parameter; then it may be a step, too.
     """
     others = is_inverse or any(row is None or not row.kind & Kind.PRODUCT for row in savers)
     return factor_values * _FEWER_VALUES <= values and others

@@ -1,6 +1,6 @@
-"""How each value that backward reads is kept: which reads belong together, and what is decided about them.
+"""Decide how to store each value that backward reads.
 
-What it comes to is in ``compiled.joint_pass``; what a single read needs, in ``compiled.readers``.
+``compiled.joint_pass`` describes the ways, and ``compiled.readers`` judges a single read.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from lightning_actprune.compiled.graphs import (
     Read,
     count_of,
     first_input,
+    is_laid_out_like,
     mask_of,
     memory_of,
     name_of,
     passes_on,
     path,
     runs_again,
-    same_place,
     source_of,
     tensor_of,
     value_of,
 )
-from lightning_actprune.compiled.layout import Layout, dropped_layout, layout_of, memory_order
+from lightning_actprune.compiled.layout import Layout, layout_of, layout_with_drops, memory_order
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.compiled.readers import (
-    Refused,
+    Refusal,
     Values,
     Way,
+    combine_ways,
+    find_way,
     is_random_mask,
     is_softmax,
-    most_careful,
     only_weighs,
     scales_mask,
-    way_of,
 )
 
 _STATISTICS = ops_of(Kind.STATISTIC)
 _STEADY = ops_of(Kind.STEADY)
-"""Operations that are computed again from quantized values; of relu the gradient asks for signs, which are stored."""
+"""Operations that backward may compute again from quantized values; relu's gradient uses stored signs."""
 _FEWER = 16
-"""A tensor that has so many times fewer values than a packed one is kept to compute something again from both."""
+"""A tensor with this many times fewer values than a packed one may stay, to compute something again from both."""
 NORM = "aten.native_layer_norm"
 EXACT = Values(64, 1)
-"""How backward may read what it reads as it is."""
+"""The way of uncompressed values: it has enough bits for every reader."""
 
 
 @dataclass
 class Source:
-    """A forward value that backward reads, and what was decided about it.
+    """A forward value that backward reads, with the decision how to store it.
 
     Args:
         node: The value.
         reads: All reads of it.
-        how: See ``compiled.joint_pass``; ``"as it is"`` until something else is decided.
-        way: How its values are packed.
-        layout: How they are read for that.
-        base: The packed value that it is computed again from, or an input that backward reads as it is.
-        reason: Why it stays as it is.
-        ways: What each read needs.
+        how: See ``compiled.joint_pass``; ``"as it is"`` before the decision.
+        way: How to pack its values.
+        layout: In which order to read them for that.
+        base: The source from which backward computes it again: a packed one, or an input of the graph.
+        reason: Why it stays uncompressed.
+        ways: The way that each read needs.
     """
 
     node: Node
@@ -82,50 +82,55 @@ class Source:
     ways: dict[Read, Way] = field(default_factory=dict)
 
     def reads_of(self, kind: str) -> list[Read]:
-        """Return the reads that need signs, shape or values."""
+        """Return the reads that need ``"signs"``, ``"shape"`` or ``"values"``."""
         return [r for r, way in self.ways.items() if (way if isinstance(way, str) else "values") == kind]
 
     @property
+    def operation(self) -> str:
+        """The operation that a warning of outliers names, ``""`` to look for none."""
+        ways = (way for way in self.ways.values() if isinstance(way, Values))
+        return next((way.operation for way in ways if way.operation), "")
+
+    @property
     def packed(self) -> Node:
-        """What is packed: the value, or a cast of it to a type of fewer bytes."""
+        """The node to pack: the value, or a cast of it to a type of fewer bytes."""
         narrow = self.node
         for read in self.reads:
             for node in path(read.node, self.node):
-                if name_of(node) in CASTS and same_place(node, self.node) and _is_narrower(node, narrow):
+                dtype = value_of(node).dtype
+                is_narrower = dtype in KERNEL_DTYPES and dtype.itemsize < value_of(narrow).dtype.itemsize
+                if is_narrower and name_of(node) in CASTS and is_laid_out_like(node, self.node):
                     narrow = node
         return narrow
 
 
-def _is_narrower(node: Node, than: Node) -> bool:
-    return value_of(node).dtype.itemsize < value_of(than).dtype.itemsize and value_of(node).dtype in KERNEL_DTYPES
+def find_sources(joint: Joint) -> list[Source]:
+    """Return the floating-point values and random masks that backward reads, in the order of the graph.
 
-
-def sources_of(joint: Joint) -> list[Source]:
-    """Return the floating-point values and drawn masks that backward reads, in their order, but for what is there.
-
-    That are inputs of the graph, and parts of them, which no layer has marked or which get no gradient, and constants.
+    Skipped: constants, and inputs of the graph and parts of them that no layer has marked or that get no gradient.
     """
     reads = defaultdict[Node, list[Read]](list)
     for node in joint.graph.nodes:
         value = tensor_of(node)
         if node in joint.forward and value is not None and (value.is_floating_point() or is_random_mask(node)):
             reads[source_of(node)] += joint.reads(node)
-    sources = [Source(node, of) for node, of in reads.items() if of and not _is_there(joint, node, of)]
+    sources = [Source(node, of) for node, of in reads.items() if of and not _stays_alive(joint, node, of)]
     return sorted(sources, key=lambda source: joint.order[source.node])
 
 
-def _is_there(joint: Joint, node: Node, reads: list[Read]) -> bool:
+def _stays_alive(joint: Joint, node: Node, reads: list[Read]) -> bool:
+    """Return True for constants, weights and the batch, which need no storage of their own."""
     memory = memory_of(node)
     if memory.op != "placeholder":
-        return name_of(memory) in FILLS  # which takes nothing to make again
-    return memory in joint.given or all(read.mark is None for read in reads)
+        return name_of(memory) in FILLS
+    return memory in joint.without_gradient or all(read.mark is None for read in reads)
 
 
-def inputs_of(joint: Joint) -> list[Source]:
-    """Return the inputs of the graph of which backward reads a cast, though they are there anyway.
+def find_cast_inputs(joint: Joint) -> list[Source]:
+    """Return the inputs of the graph of which backward reads a cast, while the training keeps the original alive.
 
-    These are weights, with which forward multiplies, and what gets no gradient, as the batch that the training holds.
-    Not what forward writes to.
+    These are weights, by which forward multiplies, and inputs without a gradient, such as the batch. Inputs that
+    forward writes to are skipped.
     """
     reads, others = defaultdict[Node, list[Read]](list), set[Node]()
     for node in joint.graph.nodes:
@@ -134,47 +139,43 @@ def inputs_of(joint: Joint) -> list[Source]:
             continue
         if any(name_of(on) in CASTS for on in path(node, source)):
             reads[source] += joint.reads(node)
-            as_weight = all(_is_weight_of(user, node) for user in node.users if user in joint.forward)
-            if not (as_weight or source in joint.given):
+            is_weight = all(_is_weight_of(user, node) for user in node.users if user in joint.forward)
+            if not (is_weight or source in joint.without_gradient):
                 others.add(source)
     return [Source(node, of) for node, of in reads.items() if of and node not in others]
 
 
 def _is_weight_of(reader: Node, node: Node) -> bool:
-    """Return whether a reader multiplies with a value as its weight, or passes it on to one that may."""
+    """Return True if a node is the weight of a reader, or the reader passes it on."""
     place = WEIGHTS.get(name_of(reader))
     return passes_on(reader) if place is None else reader.args[place] is node
 
 
 def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Source]:
-    """Decide how each source is kept, and return what may be computed again, each with what from."""
+    """Decide how to store each source, and return the nodes that backward may compute again, each with its base."""
     by_node = {source.node: source for source in sources}
-    read = {source_of(node) for node in joint.forward if joint.reads(node)}
+    read_nodes = {source_of(node) for node in joint.forward if joint.reads(node)}
+    constants = joint.without_gradient - joint.changing
     base: dict[Node, Source] = {}
     for node in joint.graph.nodes:
         if node not in joint.forward or tensor_of(node) is None:
             continue
-        found = _base_of(joint, node, base, model)
+        own_base = _find_base(joint, node, base, model)
         source = by_node.get(node)
         if source is not None:
             try:
-                _decide_one(joint, model, source, found)
-            except Refused as why:
-                source.how, source.reason = "as it is", str(why)
+                _decide_one(joint, model, source, own_base)
+            except Refusal as refusal:
+                source.how, source.reason = "as it is", str(refusal)
         if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
             base[node] = source
-        elif found is not None:
-            base[node] = found
-        elif node in read and _stays(joint, model, node):
-            base[node] = Source(node, [], way=EXACT)
+        elif own_base is not None:
+            base[node] = own_base
+        elif node in read_nodes and node in constants:
+            value = value_of(node)
+            if value.dtype in KERNEL_DTYPES and count_of(value) >= model.min_values:
+                base[node] = Source(node, [], way=EXACT)
     return base
-
-
-def _stays(joint: Joint, model: Model, node: Node) -> bool:
-    """Return whether a node is an input that gets no gradient and stays what it is, and as large as what is packed."""
-    value = value_of(node)
-    is_given = node in joint.given and node not in joint.changing
-    return is_given and value.dtype in KERNEL_DTYPES and count_of(value) >= model.min_values
 
 
 def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
@@ -186,21 +187,21 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
         memory_order(value_of(source.node))
         source.ways, source.how = dict.fromkeys(source.reads, "signs"), "signs"
         return
-    # What a norm that is written out multiplies with its weight belongs to it.
-    norm = base.way if base is not None and _is_normalised(source.node) else None
+    # The product of a written-out norm with its weight belongs to the norm.
+    norm = base.way if base is not None and _is_normalized(source.node) else None
     if norm is None or norm.operator != "norm":
-        source.ways = {read: way_of(joint, model, read) for read in source.reads}
+        source.ways = {read: find_way(joint, model, read) for read in source.reads}
     else:
-        source.ways = {read: norm if read.mark is None else way_of(joint, model, read) for read in source.reads}
+        source.ways = {read: norm if read.mark is None else find_way(joint, model, read) for read in source.reads}
     ways = [way for way in source.ways.values() if isinstance(way, Values)]
     if len(ways) < len(source.ways):
-        memory_order(value_of(source.node))  # which there must be for signs and memory of its shape
+        memory_order(value_of(source.node))  # raises Refusal if signs and shape cannot be stored
     if not ways:
         source.how = "signs" if source.reads_of("signs") else "shape"
         return
     if memory_of(source.node) in joint.retained:
-        raise Refused("it is an output, or shares the memory of one, which is retained anyway")
-    source.way = most_careful(ways)
+        raise Refusal("it is an output, or shares the memory of one, so it stays in memory")
+    source.way = combine_ways(ways)
     if base is not None and base.way is not None and 0 < source.way.bits <= base.way.bits:
         source.how, source.base = "again", base
         return
@@ -209,76 +210,75 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
 
 
 def _check(joint: Joint, model: Model, source: Source) -> None:
-    """Raise ``Refused`` of what is never packed."""
+    """Raise ``Refusal`` if a source is never packed."""
     value = value_of(source.node)
     if count_of(value) < model.min_values:
-        raise Refused("it has few values")
+        raise Refusal("it has few values")
     if value.dtype not in KERNEL_DTYPES and value.dtype != torch.bool:
-        raise Refused(f"{value.dtype} values are not packed")
+        raise Refusal(f"{value.dtype} values are not packed")
     of = first_input(source.node) if name_of(source.node) == GETITEM else source.node
     if name_of(of) in _STATISTICS or (name_of(of) == NORM and source.node.args[1] != 0):
-        raise Refused("it is a statistic")
+        raise Refusal("it is a statistic")
     if is_softmax(of):
         if not only_weighs(joint, of):
-            raise Refused("it is a softmax that does more than weigh values")
+            raise Refusal("it is a softmax that does more than weigh values")
         if scales_mask(joint, of):
-            raise Refused("it is a softmax of masked scores times another tensor")
+            raise Refusal("it is a softmax of masked scores times another tensor")
     elif name_of(of) == "aten.div" and any(name_of(source) == "aten.sum" for source in of.all_input_nodes[1:]):
-        raise Refused("it is a quotient by a sum, in which its gradient is not linear")
+        raise Refusal("it is a quotient by a sum, in which its gradient is not linear")
 
 
 def _lay_out(source: Source) -> None:
-    """Decide how a source is read, all of it if the blocks that are to be dropped are not those of its readers."""
+    """Find the layout of a source; if its blocks cannot be dropped as its layer would, drop none."""
     assert source.way is not None
     packed = value_of(source.packed)
     if source.way.drops:
-        mark = source.reads_of("values")[0].mark  # all drop the same blocks of the same values
+        mark = source.reads_of("values")[0].mark  # all reads drop the same blocks
         assert mark is not None
         try:
-            source.layout = dropped_layout(packed, value_of(mark), source.way)
+            source.layout = layout_with_drops(packed, value_of(mark), source.way)
             return
-        except Refused:
+        except Refusal:
             if not source.way.bits:
                 raise
         source.way = Values(source.way.bits, source.way.block_size)
     source.layout = layout_of(packed, source.way)
 
 
-def _base_of(joint: Joint, node: Node, base: dict[Node, Source], model: Model) -> Source | None:
-    """Return the one source that a node is steady and pointwise in, ``None`` if there is none."""
+def _find_base(joint: Joint, node: Node, base: dict[Node, Source], model: Model) -> Source | None:
+    """Return the source from which a node can be computed again: a steady pointwise function of one packed value.
+
+    Other inputs of the node must be small, or masks that backward reads, too.
+    """
     if name_of(node) == GETITEM and name_of(first_input(node)) == NORM and node.args[1] == 0:
         return base.get(first_input(first_input(node)))
     if not (passes_on(node) or name_of(node) in _STEADY or _is_quotient(node)):
         return None
-    found = {id(base[source]): base[source] for source in node.all_input_nodes if source in base}
-    packed = [source for source in found.values() if source.how == "packed"]
-    if len(packed or found) != 1:
+    bases = {id(base[source]): base[source] for source in node.all_input_nodes if source in base}
+    packed = [source for source in bases.values() if source.how == "packed"]
+    if len(packed or bases) != 1:
         return None
-    (source,) = packed or found.values()
+    (source,) = packed or bases.values()
     most = max(count_of(value_of(source.node)) // _FEWER, model.min_values)
     for other in node.all_input_nodes:
         value = tensor_of(other)
-        large = value is not None and count_of(value) > most and not _is_mask_in_backward(joint, other)
-        if base.get(other) is not source and (large or "val" not in other.meta or other in joint.changing):
+        mask = mask_of(other)
+        is_stored = mask is not None and bool(joint.reads(mask))  # such as dropout's
+        is_large = value is not None and count_of(value) > most and not is_stored
+        if base.get(other) is not source and (is_large or "val" not in other.meta or other in joint.changing):
             return None
     return source
 
 
-def _is_mask_in_backward(joint: Joint, node: Node) -> bool:
-    """Return whether a node stands for truth values that backward reads anyway, as dropout's does."""
-    mask = mask_of(node)
-    return mask is not None and bool(joint.reads(mask))
-
-
-def _is_normalised(node: Node) -> bool:
-    """Return whether a node is a product with the inverse of a deviation."""
+def _is_normalized(node: Node) -> bool:
+    """Return True if a node is a product with the inverse of a deviation."""
     return name_of(node) == "aten.mul" and any(
         name_of(source_of(factor)) == "aten.rsqrt" for factor in node.all_input_nodes
     )
 
 
 def _is_quotient(node: Node) -> bool:
-    """Return whether a node divides by a number, or is a part of ``x / (1 + exp(-x))``, as a SiLU is decomposed."""
+    """Return True if a node divides by a number, or is a part of ``x / (1 + exp(-x))``, a decomposed SiLU."""
     if name_of(node) == "aten.exp":
         return name_of(first_input(node)) == "aten.neg" and all(_adds_one(user) for user in node.users)
     if name_of(node) != "aten.div":

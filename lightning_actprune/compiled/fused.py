@@ -1,14 +1,14 @@
-"""Reading packed values inside of the kernels that need them.
+"""Unpack values inside the kernels that read them.
 
-What reads an unpacked value and is pointwise, as the backward of an activation function, need not have it in memory:
-inductor's code takes apart the bytes where it would have loaded a number, as ``codec.formats`` says. Of a large tensor
-its tiles are of whole blocks then, so that a thread loads and computes header, hash and words of codes once for its
-eight values, and few instructions are left for each. A value follows from ``z``, to which its code q adds bits::
+A pointwise reader of an unpacked value, such as the backward of an activation function, need not load it from memory:
+inductor's code computes it from the packed bytes, in the format of ``codec.formats``. For large tensors, tiles consist
+of whole blocks, so a thread loads and computes header, hash and words of codes once for its eight values, and few
+instructions remain for each value. A value follows from ``z``, to which its code q adds bits::
 
     z = 2^v + q + 1 - u_e
     x_e = (base + scale/2) + scale (z - 2^v - 1)
 
-where difference and product are exact, so that the sum is rounded once, whether or not a compiler fuses it.
+where difference and product are exact, so the sum is rounded once, with or without a fused multiply-add.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lightning_actprune.compiled.graphs import VIEWS, multiplies, name_of
 
 _WORD_BITS = 32
 _MOST_WORDS = 8
-"""Words of codes of a block that a thread loads all of, to choose one of them for each of its values."""
+"""Words of codes of a block: a thread loads all of them, and selects one for each of its values."""
 _AFTER_DITHER = 4
-"""Places of an fp32 number behind those of code and dither, of which the first is the half."""
+"""Bits of an fp32 number behind those of code and dither; the first of them is the half."""
 _GROUP_BITS = 16
-"""Codes are moved to their place in two steps: groups of so many bits, the same for all values of a thread, and one."""
+"""Codes are shifted twice: by groups of this many bits, equal for all values of a thread, then within a group."""
 _POINTWISE = ops_of(Kind.POINTWISE | Kind.CAST) | backward_of(Kind.POINTWISE)
 
 
 def is_read_by_pointwise(node: Node) -> bool:
-    """Return whether all that reads a value is pointwise, up to what is put into memory since it is multiplied."""
+    """Return True if all readers of a value are pointwise, up to values that a product reads from memory."""
     waiting, seen = [node], set[Node]()
     while waiting:
         for user in waiting.pop().users:
@@ -55,14 +55,14 @@ def _is_multiplied(node: Node) -> bool:
 
 
 def may_be_fused(length: Any, block_size: int, bits: int) -> bool:
-    """Return whether rows consist of whole blocks, and blocks of whole words, and few of these."""
+    """Return True if rows consist of whole blocks, and blocks of a few whole words."""
     words = [block_size * plane / _WORD_BITS for plane in formats.PLANES[bits]]
     few = all(count.is_integer() and count <= _MOST_WORDS for count in words)
     return few and isinstance(length, int) and length % block_size == 0
 
 
-def unpacked(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
-    """Return ``dequantize(values, rows, length, block_size, bits, dtype)`` as something that kernels compute."""
+def unpack_in_kernel(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
+    """Return ``dequantize(values, rows, length, block_size, bits, dtype)`` as an expression inside kernels."""
     stored = _Stored(values, rows * length // block_size, block_size, bits)
 
     def value(index: Sequence[Any]) -> Any:
@@ -79,9 +79,9 @@ class _Stored:
 
     Args:
         values: Their bytes.
-        count: How many there are.
+        count: Their number.
         block_size: Values per block.
-        bits: Of a code.
+        bits: Bits of a code.
     """
 
     def __init__(self, values: Any, count: Any, block_size: int, bits: int) -> None:
@@ -96,19 +96,19 @@ class _Stored:
         self._headers = self._as(flat, start, start + count * formats.HEADER_BYTES, torch.int16)
 
     def _as(self, flat: Any, start: Any, end: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
-        """Return what loads numbers of another type from the bytes from ``start`` to ``end``."""
+        """Return a function that loads numbers of type ``dtype`` from the bytes ``start`` to ``end``."""
         part = inductor().lowerings[torch.ops.aten.slice.Tensor](flat, 0, start, end)
         numbers = inductor().fallback_handler(torch.ops.aten.view.dtype)(part, dtype)
         load: Callable[[Sequence[Any]], Any] = numbers.make_loader()
         return load
 
     def value(self, at: Any) -> Any:
-        """Return a value by its number."""
+        """Return the value with the number ``at``."""
         ops = operations()
         block = inductor().quotient(at, self._block_size)
         e = _index(inductor().remainder(at, 1, self._block_size))
         header = ops.to_dtype(self._headers([block]), torch.int32) & _number(0xFFFF)
-        z = self._rest(header, block) ^ self._turned(e)
+        z = self._rest(header, block) ^ self._reverse_bits(e)
         place = 23 - self._bits
         for plane, load in zip(formats.PLANES[self._bits], self._planes, strict=True):
             z = z | self._code(load, block, e, plane, place)
@@ -123,22 +123,22 @@ class _Stored:
         a, first, b, second = formats.MIX
         h = (h ^ _right(h, a)) * _number(first)
         h = (h ^ _right(h, b)) * _number(second - 2**32)
-        kept = formats.DITHER_BITS - self._bits
-        rest = _right(h, 32 - kept) ^ _number(2**kept - 1)
+        dither = formats.DITHER_BITS - self._bits
+        rest = _right(h, 32 - dither) ^ _number(2**dither - 1)
         return _left(rest, _AFTER_DITHER) | _number((127 + self._bits << 23) + 2 ** (_AFTER_DITHER - 1))
 
-    def _turned(self, e: Any) -> Any:
-        """Return the bits of a place in reverse order, the lowest one where the highest bit of the hash is."""
-        turned, highest = _number(0), 22 - self._bits
+    def _reverse_bits(self, e: Any) -> Any:
+        """Return the bits of a place in reverse order, the lowest one at the highest bit of the hash."""
+        reverse, highest = _number(0), 22 - self._bits
         for bit in range(min((self._block_size - 1).bit_length(), formats.DITHER_BITS - self._bits)):
             by, alone = highest - 2 * bit, e & _number(1 << bit)
-            turned = turned | (_left(alone, by) if by >= 0 else _right(alone, -by))
-        return turned
+            reverse = reverse | (_left(alone, by) if by >= 0 else _right(alone, -by))
+        return reverse
 
     def _code(self, load: Callable[[Sequence[Any]], Any], block: Any, e: Any, plane: int, place: int) -> Any:
-        """Return the part of a code that is in a plane, as bits from ``place`` on.
+        """Return the part of a code that a plane has, as bits from ``place`` on.
 
-        In bits of ``e`` of which a compiler knows the lowest, not in quotients of an index.
+        It uses bits of ``e`` and no quotients of an index, since the compiler knows the lowest bits.
         """
         ops, each, group = operations(), _WORD_BITS // plane, _GROUP_BITS // plane
         count = self._block_size // each
@@ -167,7 +167,7 @@ class _Stored:
 def _index(index: Any) -> Any:
     """Return an index as a number of 32 bits.
 
-    Of a bitwise operation inductor makes no part of another index, in which it would reckon beyond 32 bits.
+    The bitwise operation keeps inductor from merging it into another index, which it would compute in 64 bits.
     """
     ops = operations()
     return ops.to_dtype(ops.index_expr(index, torch.int32) & _number(2**31 - 1), torch.int32)
@@ -186,7 +186,7 @@ def _left(x: Any, by: int) -> Any:
 
 
 def _right(x: Any, by: int) -> Any:
-    """Return ``x`` moved to the right, with zeros from the left."""
+    """Return ``x`` shifted to the right, with zeros from the left."""
     return operations().bitwise_right_shift(x, _number(by)) & _number(2 ** (32 - by) - 1)
 
 

@@ -1,11 +1,11 @@
-"""What is asked of a joint graph, and how nodes are added to it.
+"""Read a joint graph, and add nodes to it.
 
-A joint graph holds forward and backward of a compiled region. *Forward* is what the user's outputs, and what is written
-to inputs, are computed from. What depends on a gradient (``tangents``) is backward, and all the rest is computed for
-backward alone. A value that forward computes and anything else reads has to be kept from forward to backward: the
-partitioner, which comes later, decides how, by the graph that it is given.
+A joint graph holds forward and backward of a compiled region. *Forward* computes the outputs and what is written to
+inputs. *Backward* depends on a gradient (``tangents``). The other nodes are computed for backward alone. If forward
+computes a value and a node outside of forward reads it, the value has to be stored from forward to backward. The
+partitioner, which runs later, decides how, by the graph that it gets.
 
-Operations are known by names such as ``"aten.view"``, so that one that a torch does not have is only never met.
+Operations have names such as ``"aten.view"``, so that an operation that this torch lacks does no harm.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ Size: TypeAlias = "int | torch.SymInt"
 
 GETITEM = "getitem"
 VIEWS = ops_of(Kind.VIEW)
-"""Operations that hold all values of their input, in its memory."""
+"""Operations whose result has all values of their input, in its memory."""
 CASTS = ops_of(Kind.CAST)
 COPIES = ops_of(Kind.CAST | Kind.COPY)
-"""Operations that hold all values of their input in memory of their own."""
+"""Operations whose result has all values of their input, in memory of its own."""
 PARTS = ops_of(Kind.PART) | {GETITEM}
-"""Operations that hold some values of their input, in its memory; ``getitem`` those of a split."""
+"""Operations whose result has some values of their input, in its memory; ``getitem`` those of a split."""
 _PAD = "aten.constant_pad_nd"
-"""With which inductor pads the factors of a product of matrices, where that is faster."""
+"""Inductor pads the factors of a matrix product with it, where that is faster."""
 SPLITS = ops_of(Kind.SPLIT)
 _MULTIPLY = ops_of(Kind.GEMM) | backward_of(Kind.GEMM)
 FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
-"""Operations that make tensors of one number, and the place of that."""
+"""Operations that fill a tensor with one number, and the place of that number in their arguments."""
 WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
-"""Operations with a weight, and its place; what it multiplies comes right before it."""
-MARK, ENDED = "actprune.mark", "actprune.ended"
+"""Operations with a weight, and its place in their arguments, right behind the factor that it multiplies."""
+MARK, MARK_OUTPUT = "actprune.mark", "actprune.mark_output"
 FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
-"""Where a node belongs, as the partitioner knows it."""
+"""Tags by which the partitioner knows where a node belongs."""
 
 
 def name_of(node: Node) -> str:
-    """Return the name of an operation, ``"aten.view"``, empty for what is none."""
+    """Return the name of a node's operation, ``"aten.view"``, or ``""`` if it calls none."""
     if node.op != "call_function":
         return ""
     if node.target is operator.getitem:
@@ -67,33 +67,33 @@ def name_of(node: Node) -> str:
 
 
 def tensor_of(node: Node) -> Tensor | None:
-    """Return the fake tensor that a node stands for, ``None`` if it stands for something else."""
+    """Return the fake tensor of a node, ``None`` if its value is no tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
 
 
 def value_of(node: Node) -> Tensor:
-    """Return the fake tensor that a node stands for."""
+    """Return the fake tensor of a node, whose value must be a tensor."""
     value = tensor_of(node)
     assert value is not None
     return value
 
 
-def same_place(node: Node, other: Node) -> bool:
-    """Return whether two values have the same shape and strides, as a cast has."""
+def is_laid_out_like(node: Node, other: Node) -> bool:
+    """Return True if two values have the same shape and strides, like a value and its cast."""
     a, b = value_of(node), value_of(other)
     return a.dim() == b.dim() and hints(a.shape) == hints(b.shape) and hints(a.stride()) == hints(b.stride())
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node stands for a number, as the size of a dimension is."""
+    """Return True if the value of a node is an integer, like the size of a dimension."""
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 def hint(size: Size) -> int:
-    """Return a size, for a symbol the one that was seen when the graph was traced; asking makes it no constant.
+    """Return a size; for a symbol, its size in the trace, without making it a constant.
 
-    What depends on values, such as the count of a ``nonzero``, is taken to be 0.
+    Sizes that depend on values, such as the count of a ``nonzero``, are 0.
     """
     if isinstance(size, int):
         return size
@@ -101,73 +101,73 @@ def hint(size: Size) -> int:
 
 
 def hints(sizes: Any) -> list[int]:
-    """Return all of ``sizes`` as they were when the graph was traced."""
+    """Return the sizes that ``sizes`` had in the trace."""
     return [hint(size) for size in sizes]
 
 
 def count_of(x: Tensor) -> int:
-    """Return how many values a tensor has."""
+    """Return the number of values of a tensor."""
     return hint(x.numel())
 
 
 def bytes_of(x: Tensor) -> int:
-    """Return how many bytes the values of a tensor take."""
+    """Return the bytes of the values of a tensor."""
     return count_of(x) * x.dtype.itemsize
 
 
 def passes_on(node: Node) -> bool:
-    """Return whether a node holds the values of its first input, all of them, and besides zeros at most."""
+    """Return True if a node passes on all values of its first input, and adds zeros at most."""
     name = name_of(node)
     if name == _PAD:
         pads, *filled = node.args[1:]
         assert isinstance(pads, list | tuple)
         return all(isinstance(pad, int) and pad >= 0 for pad in pads) and not any(filled) and _is_multiplied(node)
-    if name in CASTS:  # to whole numbers or to ``bool`` others come of it
+    if name in CASTS:  # a cast to integers or ``bool`` changes the values
         return value_of(node).dtype.is_floating_point and value_of(first_input(node)).dtype.is_floating_point
     return name in VIEWS or name in COPIES or name == MARK
 
 
 def _is_multiplied(node: Node) -> bool:
-    """Return whether products alone read a node. A layer's mark says of what it stands behind, with the zeros."""
+    """Return True if only products read a node; not behind a mark, which holds for the values with the zeros."""
     return all(multiplies(user) or (name_of(user) in VIEWS | COPIES and _is_multiplied(user)) for user in node.users)
 
 
 def multiplies(node: Node) -> bool:
-    """Return whether a node is a product of matrices, a convolution or attention, in forward or backward."""
+    """Return True if a node is a matrix product, a convolution or attention, in forward or backward."""
     return name_of(node) in _MULTIPLY or name_of(node).startswith("aten._scaled_dot_product")
 
 
 def first_input(node: Node) -> Node:
-    """Return the input of a node that passes it on."""
+    """Return the first input of a node."""
     source = node.args[0]
     assert isinstance(source, Node)
     return source
 
 
 def source_of(node: Node) -> Node:
-    """Return what a node holds the values of, behind views, casts, copies and marks."""
+    """Return the node whose values a node passes on through views, casts, copies and marks."""
     while passes_on(node):
         node = first_input(node)
     return node
 
 
 def path(node: Node, source: Node) -> list[Node]:
-    """Return the nodes by which a source is passed on to ``node``, both included."""
-    found = [node]
-    while found[-1] is not source:
-        found.append(first_input(found[-1]))
-    return found
+    """Return the nodes that pass on the values of ``source`` to ``node``, with both ends."""
+    nodes = [node]
+    while nodes[-1] is not source:
+        nodes.append(first_input(nodes[-1]))
+    return nodes
 
 
 def mask_of(node: Node) -> Node | None:
-    """Return the truth values that a node stands for, perhaps as numbers, ``None`` if it stands for something else."""
+    """Return the boolean node that a node is, or is a cast of, and otherwise ``None``."""
     source = first_input(node) if name_of(node) in CASTS else node
     value = tensor_of(source)
     return source if value is not None and value.dtype == torch.bool else None
 
 
 def memory_of(node: Node) -> Node:
-    """Return the node in whose memory a node lies."""
+    """Return the node whose memory a node shares."""
     while True:
         name = name_of(node)
         if name == GETITEM and name_of(first_input(node)) not in SPLITS:
@@ -182,9 +182,9 @@ class Read:
     """One read of a forward value in backward.
 
     Args:
-        node: The value as it is read, behind views and casts.
-        reader: What reads it.
-        mark: The mark behind which it does, ``None`` without one.
+        node: The value or a view or cast of it, the argument of ``reader``.
+        reader: The node that reads it.
+        mark: The mark between the value and ``node``, ``None`` without one.
     """
 
     node: Node
@@ -198,7 +198,7 @@ class Read:
 
 
 def mark_of(node: Node) -> Node | None:
-    """Return the mark that is nearest to a value, ``None`` if there is none between it and its source."""
+    """Return the last mark between a node and its source, ``None`` without one."""
     while passes_on(node):
         if name_of(node) == MARK:
             return node
@@ -207,7 +207,7 @@ def mark_of(node: Node) -> Node | None:
 
 
 class Joint:
-    """A joint graph, seen as forward and backward.
+    """A joint graph, divided into forward and backward.
 
     Args:
         graph: The graph.
@@ -216,11 +216,11 @@ class Joint:
         forward: Nodes that forward needs.
         tangent: Nodes that depend on a gradient.
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
-        retained: Nodes in whose memory outputs lie, which somebody may hold until backward; none in a piece of a graph.
-        given: Inputs that get no gradient, such as the batch.
-        names_operations: Whether nodes of backward say which operation they belong to.
-        changing: Inputs that forward writes to, and what depends on them: backward would find other values there.
-        order: Places of the nodes.
+        retained: Nodes whose memory outputs share: the caller may hold it until backward. None in a piece of a graph.
+        without_gradient: Inputs that get no gradient, such as the batch.
+        names_operations: Whether nodes of backward name the operation that they belong to.
+        changing: Inputs that forward writes to, and nodes that depend on them: backward would read other values.
+        order: Positions of the nodes.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -240,30 +240,30 @@ class Joint:
             if node not in self.forward:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
-        # Where what a layer reads is an output, with its mark, the graph is a piece of one. Most of what it returns is
-        # for the next piece, which packs what it reads; what the user is given as well cannot be told from that.
-        given = [node for node in outputs if name_of(node) == MARK]
-        is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in given)
+        # If a layer's input is an output, with its mark, the graph is a piece. Most of its outputs go to the next one,
+        # which packs what it reads; outputs that the user gets, too, look the same.
+        output_marks = [node for node in outputs if name_of(node) == MARK]
+        is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in output_marks)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
-        self.given = self._without_gradient(nodes) if self.tangent else set()
+        self.without_gradient = self._find_without_gradient(nodes) if self.tangent else set()
         self._operations = dict[int | None, Node]()
         for node in nodes:
-            # What needs no gradient has the number of the operation before it: the first one is that with the number.
+            # Operations without a gradient repeat the number of the one before: the first node with it is the owner.
             if node in self.forward and node.op == "call_function":
                 self._operations.setdefault(sequence_number(node), node)
         self._operations.pop(None, None)
         self.names_operations = any(self.operation_of(node) is not None for node in self.tangent)
 
     def operation_of(self, reader: Node) -> Node | None:
-        """Return the first node of the operation in forward whose backward a node is a part of, ``None`` if unknown.
+        """Return the first forward node of the operation whose backward a node belongs to, ``None`` if unknown.
 
-        It is unknown of what custom functions compute, and where inductor has put other operations in its place.
+        It is unknown for custom functions, and where inductor has replaced operations by others.
         """
         operation = self._operations.get(sequence_number(reader)) if is_of_autograd(reader) else None
         return None if operation is None or not original_operation(operation) else operation
 
-    def _without_gradient(self, nodes: list[Node]) -> set[Node]:
-        """Return the inputs of forward in whose place there is no gradient, of which the last results are a list."""
+    def _find_without_gradient(self, nodes: list[Node]) -> set[Node]:
+        """Return the inputs of forward without a gradient; the last outputs of the graph are all inputs' gradients."""
         inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangent]
         (results,) = self.graph.output_node().args
         assert isinstance(results, list | tuple)
@@ -271,40 +271,40 @@ class Joint:
         return {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is None}
 
     def forward_of(self) -> tuple[set[str], int]:
-        """Return the names of the inputs of forward, and how many outputs it has."""
+        """Return the names of forward's inputs, and the number of its outputs."""
         inputs = {node.name for node in self.graph.find_nodes(op="placeholder") if node not in self.tangent}
         (results,) = self.graph.output_node().args
         assert isinstance(results, list | tuple)
         return inputs, len(results) - len(inputs)
 
     def readers(self, node: Node) -> list[Node]:
-        """Return what reads a forward node and is no part of forward, in the order of the graph."""
+        """Return the nodes outside of forward that read a forward node, in the order of the graph."""
         others = [user for user in node.users if user not in self.forward]
         readers = [user for user in others if user.op != "output" and not is_size(user)]
         return sorted(readers, key=self.order.__getitem__)
 
     def reads(self, node: Node) -> list[Read]:
         """Return all reads of a forward node in backward."""
-        endings = (ending for reader in self.readers(node) for ending in self.endings(node, reader))
-        return [Read(given, reader, mark_of(given)) for given, reader in endings]
+        uses = (use for reader in self.readers(node) for use in self._find_uses(node, reader))
+        return [Read(argument, reader, mark_of(argument)) for argument, reader in uses]
 
-    def endings(self, node: Node, reader: Node) -> Iterator[tuple[Node, Node]]:
-        """Yield what computes something of a node that ``reader`` reads, and as which node it is given that."""
+    def _find_uses(self, node: Node, reader: Node) -> Iterator[tuple[Node, Node]]:
+        """Yield the nodes that compute something from ``node`` behind ``reader``, each with its argument."""
         waiting = [(node, reader)]
         while waiting:
-            given, user = waiting.pop()
+            argument, user = waiting.pop()
             if user.op == "output" or is_size(user):
                 continue
             if passes_on(user) and user not in self.tangent:
                 waiting += [(user, further) for further in user.users]
             else:
-                yield given, user
+                yield argument, user
 
 
 def put_in_order(graph: Graph) -> None:
-    """Put every node behind what it reads, right before its first reader where it is not.
+    """Move nodes that come after a reader of theirs to right before it.
 
-    Where inductor has put fused attention in place of one that is written out, nodes of backward may read later ones.
+    Where inductor has fused written-out attention, nodes of backward may read later ones.
     """
     ordered = dict[Node, None]()
     for node in graph.nodes:
@@ -322,15 +322,15 @@ def put_in_order(graph: Graph) -> None:
 
 def closure(nodes: Iterable[Node], chosen: Callable[[Node], bool]) -> set[Node]:
     """Return the nodes that are chosen, and all that depend on them."""
-    found = set[Node]()
+    dependents = set[Node]()
     for node in nodes:
-        if chosen(node) or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if chosen(node) or any(source in dependents for source in node.all_input_nodes):
+            dependents.add(node)
+    return dependents
 
 
 class Writer:
-    """Adds nodes to a graph, each with the value that it stands for.
+    """Adds nodes with fake values to a graph.
 
     Args:
         graph: The graph.
@@ -344,7 +344,7 @@ class Writer:
 
     @contextmanager
     def before(self, node: Node, tag: str) -> Iterator[None]:
-        """Add nodes before ``node``; ``tag`` says to the partitioner where they belong."""
+        """Add nodes before ``node``; ``tag`` tells the partitioner where they belong."""
         self._tag = tag
         with self.graph.inserting_before(node):
             yield
@@ -360,23 +360,23 @@ class Writer:
         return node
 
     def copy(self, node: Node, inputs: dict[Node, Node]) -> Node:
-        """Add a copy of a node that reads others in place of its inputs."""
+        """Add a copy of a node that reads ``inputs[x]`` in place of ``x``."""
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: inputs.get(source, source))
         assert callable(node.target)
         return self.call(node.target, *args, **kwargs)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return a node as ``dtype``, itself if it is that."""
+        """Return a node cast to ``dtype``, or itself if it has that type."""
         value = node.meta["val"]
         return node if value.dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
     def size(self, node: Node, dim: int) -> int | Node:
-        """Return the size of a dimension: a number if it is known, or a node."""
+        """Return the size of a dimension: an integer, or a node if it is a symbol."""
         size = node.meta["val"].shape[dim]
         return size if isinstance(size, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
     def compute(self, function: Callable[[Any, Any], Any], a: int | Node, b: int | Node) -> int | Node:
-        """Return what ``function`` makes of two integers: a number if both are, or a node."""
+        """Return ``function(a, b)``: an integer, or a node if one of them is a node."""
         if isinstance(a, Node) or isinstance(b, Node):
             return self.call(function, a, b)
         result: int = function(a, b)
@@ -384,18 +384,18 @@ class Writer:
 
 
 def after(node: Node) -> Node:
-    """Return the node before which to add what reads ``node``."""
+    """Return the first node before which readers of ``node`` may be added."""
     following = node.next
     while following.op == "placeholder":
         following = following.next
     return following
 
 
-def must_be_saved(node: Node) -> None:
-    """Let the partitioner save what a node stands for, and not compute it again."""
+def force_save(node: Node) -> None:
+    """Let the partitioner save the value of a node, and not compute it again."""
     set_checkpoint_policy(node, CheckpointPolicy.MUST_SAVE)
 
 
 def runs_again(node: Node) -> bool:
-    """Return whether a checkpoint computes a node again in backward anyway."""
+    """Return True if a checkpoint computes a node again in backward."""
     return checkpoint_policy(node) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

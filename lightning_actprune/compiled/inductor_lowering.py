@@ -5,8 +5,8 @@ dispatcher and back to Python takes the host as long as a kernel launch, and a s
 inductor lowers our operators as follows:
 
 - ``quantize`` and ``dequantize`` call ``codec.packed.Quantize`` and ``Dequantize``, objects that the code creates once
-  and that know their launches. Where only pointwise kernels read the unpacked values, inductor unpacks inside of these
-  (``compiled.fused``).
+  and that know their launches, and ``quantize_checked`` calls ``codec.outliers.CheckedQuantize``. Where only pointwise
+  kernels read the unpacked values, inductor unpacks inside of these (``compiled.fused``).
 - The first packing of a forward also logs the decisions on its graph (``compiled.decision_log``), for code from a
   cache.
 
@@ -16,6 +16,7 @@ If this torch lacks one of the names used here, and in code that is not Python, 
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
 from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.compiled.decision_log import pop_pending_text
-from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpacked
+from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpack_in_kernel
 from lightning_actprune.compiled.signs import lower_signs
 
 _own = torch.ops.actprune
@@ -37,17 +38,21 @@ def register_lowerings() -> None:
     lowerings = inductor().lowerings  # first: this looks the names up
     if refusal("Calling without the dispatcher", FOR_CALLS) is None:
         lowerings[_own.quantize.default] = _quantize
+        lowerings[_own.quantize_checked.default] = _quantize
         lowerings[_own.dequantize.default] = _dequantize
         lowerings[_own.pack.default] = _pack
         lowerings[_own.signs.default] = lower_signs
 
 
-def _quantize(x: Any, block_size: int, bits: int) -> Any:
+def _quantize(x: Any, block_size: int, bits: int, *site: str) -> Any:
+    """Quantize ``x``, and look for outliers if ``site`` says which operation saves which node."""
     samples, rows, length = x.get_size()
     size = samples * rows * ceil_div(length, block_size), row_bytes(block_size, bits, 0)
     if not _in_python():
-        return inductor().fallback_handler(_own.quantize.default)(x, block_size, bits)
-    return _call(f"Quantize({block_size}, {bits})", x, (), size, torch.uint8)
+        operator = _own.quantize_checked if site else _own.quantize
+        return inductor().fallback_handler(operator.default)(x, block_size, bits, *site)
+    name = "CheckedQuantize" if site else "Quantize"
+    return _call(f"{name}{(block_size, bits, *site)}", x, (), size, torch.uint8)
 
 
 def _pack(*args: Any) -> Any:
@@ -71,7 +76,7 @@ def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int,
         handler = inductor().fallback_handler(_own.dequantize.default)
         return handler(values, rows, length, block_size, bits, dtype)
     if may_be_fused(length, block_size, bits) and is_read_by_pointwise(virtualized().graph.current_node):
-        return unpacked(values, rows, length, block_size, bits, dtype)
+        return unpack_in_kernel(values, rows, length, block_size, bits, dtype)
     return _call(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
 
 
@@ -110,7 +115,7 @@ def _write_decisions(wrapper: Any, text: str) -> None:
 
 def _name(constructor: str) -> str:
     """Return the name of an object in the code, such as ``actprune_Quantize_32_4``."""
-    return "actprune_" + "_".join(constructor.replace("(", ", ").rstrip(")").replace("torch.", "").split(", "))
+    return "actprune_" + re.sub(r"\W+", "_", constructor.replace("torch.", "")).strip("_")
 
 
 @functools.cache
@@ -126,6 +131,7 @@ def _call_class() -> Any:
             """Write the call, and the constructor of its object at the top of the code."""
             if self.decisions is not None:
                 _write_decisions(wrapper, self.decisions)
+            wrapper.add_import_once("from lightning_actprune.codec.outliers import CheckedQuantize")
             wrapper.add_import_once("from lightning_actprune.codec.packed import Dequantize, Quantize")
             wrapper.add_import_once(f"{_name(self.constructor)} = {self.constructor}")
             super().codegen(wrapper)

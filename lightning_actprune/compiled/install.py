@@ -37,7 +37,7 @@ from lightning_actprune.compiled.decision_log import (
 )
 from lightning_actprune.compiled.inductor_lowering import register_lowerings
 from lightning_actprune.compiled.joint_pass import pack_joint_graph
-from lightning_actprune.compiled.marks import left_marks
+from lightning_actprune.compiled.marks import count_run_marks
 
 _FEATURE = "Packing what compiled layers keep"
 
@@ -86,7 +86,7 @@ class CompiledPacking:
         Compilers without a pass over joint graphs leave the marks in. All but inductor leave them in graphs without
         backward, too, where a mark costs a copy.
         """
-        return left_marks() > self._left and not self.rows.has_packed
+        return count_run_marks() > self._left and not self.rows.has_packed
 
     def open(self) -> Self:
         """Pack from now on. Does nothing if it is open."""
@@ -96,7 +96,7 @@ class CompiledPacking:
         if not open_logs():
             _installed.append(_Installed())
         if not self.is_open:
-            self._left = left_marks()
+            self._left = count_run_marks()
             open_log(self.rows)
             self._closing = weakref.finalize(self, _close, self.rows)
         return self
@@ -220,7 +220,7 @@ class _FunctorchPass:
         return module
 
 
-_IN_COMPILED_CODE = "packed", "formats", "layout", "saved_ops"
+_IN_COMPILED_CODE = "packed", "formats", "layout", "outliers", "saved_ops"
 """Modules of ``codec`` that decide or compute something in compiled code."""
 
 

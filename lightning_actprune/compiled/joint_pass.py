@@ -9,7 +9,7 @@ and copies are reads of one *source*, which is kept in one way:
     The source, or its cast to fewer bytes, is packed right after the node that computes it, and unpacked right before
     its first reader (``torch.ops.actprune.pack`` and ``unpack``, opaque to the compiler). Each reader gets its views
     and casts of the unpacked value. The bytes are those of eager mode. If readers ask for different bits, the most
-    count (``readers.most_careful``).
+    count (``readers.combine_ways``).
 ``again``
     Nothing is stored. The value is computed again in backward from one packed value, if it is pointwise in it, without
     jumps, and in tensors that are far smaller or in masks that backward reads anyway: the output of a GELU, a norm, a
@@ -39,10 +39,10 @@ gradient: if blocks are compiled one by one, or a graph breaks, these are the ou
 
 ``compiled.recompute`` comes first, for modules that run again in backward.
 
-For DDP, a compiler cuts a graph into pieces at the weights of layers (``marks.ended``). If a layer of a later piece
-marks a value of an earlier one, the mark moves to the input of the later piece. Outputs of a piece are packed like
-other values, since later pieces pack what they read of them. Queries and keys that attention of the next piece reads
-may be weights, and stay unpacked.
+For DDP, a compiler cuts a graph into pieces at the weights of layers (``marks.mark_output``). If a layer of a later
+piece marks a value of an earlier one, the mark moves to the input of the later piece. Outputs of a piece are packed
+like other values, since later pieces pack what they read of them. Queries and keys that attention of the next piece
+reads may be weights, and stay unpacked.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_actprune.compiled.decide import Source, decide, sources_of
+from lightning_actprune.compiled.decide import Source, decide, find_sources
 from lightning_actprune.compiled.decision_log import PackedGraph, Row, operation_of
 from lightning_actprune.compiled.graphs import (
-    ENDED,
     FORWARD,
     MARK,
+    MARK_OUTPUT,
     WEIGHTS,
     Joint,
     Writer,
@@ -94,7 +94,7 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
         joint = Joint(graph)
     models = [Mark.read(str(mark.args[1])).model for mark in marks]
     model = next((model for model in models if model.saved), models[0])
-    sources = sources_of(joint)
+    sources = find_sources(joint)
     base = decide(joint, model, sources)
     rows = [_row(source) for source in sources]
     names = [{on.name for read in source.reads for on in path(read.node, source.node)} for source in sources]
@@ -111,12 +111,12 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
 
 def restore_marks(graph: Graph) -> None:
     """Remove the marks at outputs of layers, and mark their inputs instead where these are inputs of the graph."""
-    for ended in [node for node in graph.nodes if name_of(node) == ENDED]:
-        y, x, *keep = ended.args
+    for output_mark in [node for node in graph.nodes if name_of(node) == MARK_OUTPUT]:
+        y, x, *keep = output_mark.args
         assert isinstance(x, Node)
         assert isinstance(y, Node)
-        ended.replace_all_uses_with(y)
-        graph.erase_node(ended)
+        output_mark.replace_all_uses_with(y)
+        graph.erase_node(output_mark)
         graph_input = x if any(user.op != "output" for user in x.users) else _multiplied_input(y)
         if x.op != "placeholder" or graph_input is None:
             continue

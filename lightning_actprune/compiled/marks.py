@@ -1,28 +1,27 @@
-r"""What a converted layer tells the compiler of the tensor that its backward reads.
+r"""Mark the inputs of converted layers in a compiler's graph.
 
-A compiled layer runs its dense forward. On the tensor that its backward reads, the input of a linear layer, say, it
-puts a *mark* while it is traced::
+While a compiler traces it, a converted layer runs its dense forward, and puts a *mark* on the tensor that its backward
+reads, such as the input of a linear layer::
 
-    y = F.linear(marked(x, keep), weight, bias)
+    y = F.linear(mark_input(x, text), weight, bias)
 
-``torch.ops.actprune.mark`` is the identity, and so is its gradient. Its text says how the layer is kept, and what goes
-for the whole model (``Mark``). The pass over the joint graph (``compiled.joint_pass``) reads the marks and takes every
-one of them out: compiled code has none. Where nobody runs the pass, a mark is a copy.
+``torch.ops.actprune.mark`` is the identity, and so is its gradient. Its text says how to store the tensor, and has the
+settings of the whole model (``Mark``). The pass over the joint graph (``compiled.joint_pass``) reads all marks and
+removes them. If the pass does not run, a mark is a copy.
 
-The text is a constant to the compiler, so it is part of what compilations are known by, in memory and in the caches on
-disk. It should be the same for layers that are the same: blocks that are compiled one by one share a compilation only
-then. ``general_name`` makes such a name of that of a layer.
+The text is a constant of the graph and part of the cache keys of compilations, in memory and on disk. So equal layers
+should have equal texts: only then do blocks that are compiled one by one share a compilation. ``general_name`` removes
+the numbers from a layer's name.
 
-Where gradients are averaged over processes, a compiler cuts its graph right before a weight that fills a bucket of
-them, and the mark lies in the piece before. So there linear layers and convolutions say once more, behind it, what they
-have read::
+For DDP, a compiler cuts its graph right before the weight that fills a bucket of gradients, and the mark is in the
+piece before. So linear layers and convolutions mark their output, too::
 
-    y = ended(F.linear(marked(x, keep), weight, bias), x, keep)
+    y = mark_output(F.linear(mark_input(x, text), weight, bias), x, text)
 
-which is the identity of its first argument. The pass puts the mark on ``x`` where that is an input of the piece.
+This is the identity of its first argument. The pass moves the mark to ``x`` if that is an input of the piece.
 
-The sparsity is no part of the text but an argument, in the parts of ``codec.blocks.sparsity_parts``: a schedule changes
-it, and to the compiler it may be a symbol.
+The sparsity is an argument and no part of the text, in the parts of ``codec.blocks.sparsity_parts``: a schedule changes
+it, and it may be a symbol in the graph.
 """
 
 from __future__ import annotations
@@ -42,36 +41,36 @@ from lightning_actprune.codec.saved_ops import Policy
 
 RECOMPUTE = "recompute"
 HALF = 16
-"""Bits of an input of such a module that is rounded to bfloat16 alone."""
+"""Bits of a module's input that is only rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
 class Model(Policy):
-    """How what no layer is known for is kept, the same for all marks of a model.
+    """How to store tensors without a mark, equal in all marks of a model.
 
     Args:
-        block_size: Values per block of all these.
-        min_values: Tensors of fewer values are left alone, whoever reads them.
-        weight_gradients: Whether ``saved`` goes for what the weight gradients of layers without a mark read, too.
+        block_size: Values per block.
+        min_values: Tensors with fewer values stay uncompressed, with and without a mark.
+        unmarked_layers: Whether ``saved`` goes for the inputs of layers without a mark, too.
     """
 
     block_size: int = 32
     min_values: int = 2**16
-    weight_gradients: bool = False
+    unmarked_layers: bool = False
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How a layer keeps the tensor that it marks.
+    """How to store the tensor that a layer marks.
 
     Args:
-        operator: What the layer is (``config.Operator``), or ``RECOMPUTE`` for a module that runs again in backward.
-        name: What reports call it, the same for layers that are to share a compilation.
-        bits: Bits of a stored value, 0 for values as they are.
+        operator: The layer's operator (``config.Operator``), or ``RECOMPUTE`` for a module that runs again in backward.
+        name: Its name in reports, equal for layers that share a compilation.
+        bits: Bits of a stored value, 0 for uncompressed values.
         block_size: Values per block.
-        scope: Within what blocks compete, ``"sample"`` or ``"token"``.
-        selection: Which blocks are kept.
-        model: What goes for the whole model.
+        scope: Whether blocks compete within a ``"sample"`` or a ``"token"``.
+        selection: How blocks are selected.
+        model: The settings of the whole model.
 
     Example:
         >>> mark = Mark("linear", "blocks.*.fc1", 4, model=Model(saved=8))
@@ -89,13 +88,13 @@ class Mark:
 
     @functools.cached_property
     def text(self) -> str:
-        """The mark as the operator takes it."""
+        """The mark as a string, the argument of the operator."""
         return json.dumps(astuple(self), separators=(",", ":"))
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def read(text: str) -> Mark:
-        """Return the mark with that text."""
+        """Return the mark with this text."""
         operator, name, bits, block_size, scope, selection, model = json.loads(text)
         model = dict(zip(Model.__dataclass_fields__, model, strict=True))
         model["operations"] = tuple(map(tuple, model["operations"]))
@@ -112,60 +111,59 @@ def general_name(fqn: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
-def marked(x: Tensor, text: str, parts: int = 0) -> Tensor:
-    """Return ``x``, of which a compiler knows how it is to be kept for the layer that reads it.
+def mark_input(x: Tensor, text: str, parts: int = 0) -> Tensor:
+    """Return ``x`` with a mark that says how to store it for backward; call it while a compiler traces a layer.
 
-    To be called while a compiler traces, where backward reads ``x``. What has no memory of its own for each value, as
-    an expanded tensor has not, is returned without a mark, as are parameters and what has no fractions.
+    Parameters, expanded tensors and tensors of integers get no mark.
 
     Args:
-        x: What the layer reads.
-        text: That of its ``Mark``.
-        parts: Its sparsity, see ``codec.blocks.sparsity_parts``.
+        x: The tensor that the layer's backward reads.
+        text: The text of the layer's ``Mark``.
+        parts: The layer's sparsity, see ``codec.blocks.sparsity_parts``.
     """
     if not x.is_floating_point() or 0 in x.stride() or isinstance(x, nn.Parameter):
         return x
-    read: Tensor = torch.ops.actprune.mark(x, text, parts)
-    return read
+    output: Tensor = torch.ops.actprune.mark(x, text, parts)
+    return output
 
 
-def ended(y: Tensor, x: Tensor, text: str, parts: int = 0) -> Tensor:
-    """Return ``y``, of which a compiler knows that a layer has made it of ``x``, which it was to keep like that.
+def mark_output(y: Tensor, x: Tensor, text: str, parts: int = 0) -> Tensor:
+    """Return ``y`` with a mark that says how to store ``x``, from which a layer has computed it.
 
     Args:
-        y: What the layer returns.
-        x: What ``marked`` has returned.
-        text: That of the layer's ``Mark``.
-        parts: Its sparsity.
+        y: The output of the layer.
+        x: The result of ``mark_input``.
+        text: The text of the layer's ``Mark``.
+        parts: The layer's sparsity.
     """
     if isinstance(x, nn.Parameter) or not x.is_floating_point() or 0 in x.stride() or 0 in y.stride():
-        return y  # of an input without a mark, as marked() returns it, or an output that has no memory of its own
-    made: Tensor = torch.ops.actprune.ended(y, x, text, parts)
-    return made
+        return y  # mark_input() has put no mark on x, or y is expanded
+    output: Tensor = torch.ops.actprune.mark_output(y, x, text, parts)
+    return output
 
 
-def left_marks() -> int:
-    """Return how many marks have been computed so far, each a copy: those that no pass has taken out of their graph."""
-    return _left[0]
+def count_run_marks() -> int:
+    """Return how many marks have run so far, each as a copy, since no pass has removed them from their graph."""
+    return _run_marks[0]
 
 
-_left = [0]
+_run_marks = [0]
 
 
 def _mark(x: Tensor, keep: str, parts: int = 0) -> Tensor:
-    _left[0] += 1
-    # With the strides of x, whatever they are: operations that follow are traced on these, and will get x itself.
+    _run_marks[0] += 1
+    # The following operations are traced for the strides of x, and read x itself once the pass has removed the mark.
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _copied(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor:
+def _mark_output(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device).copy_(y)
 
 
 LIBRARY.define("mark(Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
 LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
-LIBRARY.define("ended(Tensor y, Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
-LIBRARY.impl("ended", _copied, "CompositeExplicitAutograd")
+LIBRARY.define("mark_output(Tensor y, Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
+LIBRARY.impl("mark_output", _mark_output, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::mark", lib=LIBRARY)
@@ -173,8 +171,8 @@ def _mark_fake(x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-@torch.library.register_fake("actprune::ended", lib=LIBRARY)
-def _ended_fake(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor:
+@torch.library.register_fake("actprune::mark_output", lib=LIBRARY)
+def _mark_output_fake(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
 
 
@@ -182,16 +180,16 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad, None, None
 
 
-def _gradient_of_ended(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+def _output_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return grad, None, None, None
 
 
 torch.library.register_autograd("actprune::mark", _gradient, lib=LIBRARY)
-torch.library.register_autograd("actprune::ended", _gradient_of_ended, lib=LIBRARY)
+torch.library.register_autograd("actprune::mark_output", _output_gradient, lib=LIBRARY)
 
 
 @register_sharding(torch.ops.actprune.mark.default)
 def _mark_sharding(x: Any, keep: str, parts: int = 0) -> list[tuple[list[Placement], list[Placement | None]]]:
-    """Return how a DTensor may lie that is marked: as it does."""
-    lie = [Replicate(), Partial(), *map(Shard, range(x.ndim))]
-    return [([placement], [placement, None, None]) for placement in lie]
+    """Return the placements of a DTensor for which marking it moves nothing: all of them."""
+    placements = [Replicate(), Partial(), *map(Shard, range(x.ndim))]
+    return [([placement], [placement, None, None]) for placement in placements]

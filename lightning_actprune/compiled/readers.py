@@ -1,19 +1,18 @@
-r"""How a tensor may be kept for what reads it in backward.
+r"""Decide how few bits each read of a value in backward bears.
 
-A reader behind a mark belongs to the layer that has put it there, and gets what the layer's rule says. All others are
-judged by how they use the value, as in eager mode (``codec.saved_ops``). In a joint graph these are
+A read behind a mark belongs to a layer, and follows the layer's rule. Other reads follow the table of operations, as in
+eager mode (``codec.saved_ops``), by how they use the value. In a joint graph, these operations may read few bits:
 
-- operations of backward that the table lists, such as those of fused attention and of pooling;
-- products ``g * x`` and ``bmm`` with a factor ``g`` that depends on the gradient. Where the sum of a product over many
-  values is the gradient of a parameter, as of a layer scale ``x * gamma``, ``x`` may have bits of its own;
-- products and ``softmax``'s own backward with the weights of attention that is written out, if products of matrices
-  alone read these in forward, behind dropout. Eager mode does not see all who read them: there they stay.
+- backward operations of the table, such as those of fused attention and of pooling;
+- products ``g * x`` and ``bmm`` whose other factor ``g`` depends on a gradient. If backward sums ``g * x`` to the
+  gradient of a parameter, as for a layer scale ``x * gamma``, then ``x`` has the bits of ``Policy.parameter``;
+- the backward of a softmax, and products with its result, if only matrix products read the result in forward, perhaps
+  behind dropout;
+- the backward of norms and smooth functions, and weight gradients, unless a rule leaves some layer dense
+  (``Model.unmarked_layers``): without a mark, the value may be that layer's input.
 
-The backward of activation functions and norms gets exact values: without a mark they are those of a layer that a rule
-leaves dense, or may be. So do the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
-
-Values that no layer has marked are only taken if they depend on a mark: weights and what is computed from them do not,
-so that gradients of inputs stay exact.
+A value without a mark is only packed if it depends on a mark. Weights, and tensors computed from weights, do not, so
+gradients of inputs stay exact.
 """
 
 from __future__ import annotations
@@ -56,34 +55,37 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = ops_of(Kind.PRODUCT)
-_OF_TWO_FACTORS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
-"""Operations by which backward multiplies what it reads; by ``mm`` it computes weight gradients."""
+_WEIGHT_GRADIENTS = frozenset({"aten.mm", "aten.mv", "aten.convolution_backward"})
+"""Operations that compute the gradient of a weight, a sum over all samples."""
+_OF_TWO_FACTORS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mm", "aten.mv"})
+"""Operations by which backward multiplies a value by a gradient."""
 _COMPARISONS, _RANDOM = ops_of(Kind.COMPARISON), ops_of(Kind.RANDOM)
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
 """Operations that may weigh values by a softmax."""
 _SOFTMAX = ops_of(Kind.SOFTMAX)
-"""A softmax that is not decomposed."""
+"""Softmax, unless it is decomposed."""
 _MASKS, _KEEP_MASKS = ops_of(Kind.SETS_VALUES), ops_of(Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
-"""Nodes among which a mask or a quotient is looked for."""
+"""Nodes that a search for a mask or a quotient visits."""
 _QUOTIENTS = ops_of(Kind.QUOTIENT)
 _SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.inputs is row.result is Use.NOTHING) - ops_of(
     Kind.HOLDS_VALUES
 )
-"""Operations that save nothing; but of a part of a step somebody else may save something."""
+"""Operations that save nothing, without views: another operation may save a view of a step."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """Values in few bits, or as they are but not all of them.
+    """How to pack values: in few bits, with blocks dropped, or both.
 
     Args:
-        bits: Bits of a stored value, 0 for values as they are.
+        bits: Bits of a stored value, 0 for uncompressed values.
         block_size: Values per block.
-        parts: The sparsity, a number or the node that stands for it.
-        scope: Within what blocks compete.
-        selection: Which blocks are kept.
-        operator: Of the layer that asks, empty if none does.
+        parts: The sparsity, a number or its node.
+        scope: Whether blocks compete within a sample or a token.
+        selection: How blocks are selected.
+        operator: The operator of the layer that reads them, ``""`` without one.
+        operation: The operation that a warning of outliers names, ``""`` to look for none.
     """
 
     bits: int
@@ -92,6 +94,7 @@ class Values:
     scope: str = "sample"
     selection: str = "largest"
     operator: str = ""
+    operation: str = ""
 
     @property
     def drops(self) -> bool:
@@ -102,100 +105,115 @@ class Values:
 Way: TypeAlias = "Values | Literal['signs', 'shape']"
 
 
-class Refused(Exception):  # noqa: N818 - it is no error of anybody's
-    """Says why a value stays as it is."""
+class Refusal(Exception):  # noqa: N818 - nobody has made an error
+    """The reason why a value stays uncompressed."""
 
 
-def way_of(joint: Joint, model: Model, read: Read) -> Way:
-    """Return what a read needs.
+def find_way(joint: Joint, model: Model, read: Read) -> Way:
+    """Return how to store a value for one read.
 
     Raises:
-        Refused: If it needs all values as they are.
+        Refusal: If the read needs all values, uncompressed.
     """
     layer = read.layer
-    use = _use_of(joint, read.node, read.reader)
+    use = _find_use(joint, read.node, read.reader)
     if layer is not None and use not in (Use.SIGN, Use.SHAPE):
         assert read.mark is not None
         parts = read.mark.args[2] if len(read.mark.args) > 2 else 0
         assert isinstance(parts, int | Node)
         if layer.bits in (0, HALF) and parts == 0:
-            raise Refused("the layer's rule keeps values as they are")
+            raise Refusal("the layer's rule keeps values uncompressed")
         return Values(layer.bits, layer.block_size, parts, layer.scope, layer.selection, layer.operator)
-    operation = "" if layer is not None else _operation_of(joint, model, read, use)
-    storage = storage_for(operation, use, _facts(joint, model, read, use), model)
+    operation = "" if layer is not None else _find_operation(joint, model, read, use)
+    storage = storage_for(operation, use, _find_facts(joint, model, read, use), model)
     if storage.how == "signs" or storage.how == "shape":
         return storage.how
     if storage.how == "exact":
-        raise Refused(storage.reason)
+        raise Refusal(storage.reason)
     if read.node not in joint.marked:
-        raise Refused("it does not depend on what a layer has marked, so that it may be a weight")
-    return Values(storage.bits, model.block_size)
+        raise Refusal("it does not depend on a layer's input, so it may be a weight")
+    is_checked = use in (Use.LINEAR, Use.BOUNDED) and model.bits_by_rule(operation) is None
+    name = (operation or name_of(read.reader)).rpartition(".")[2] if is_checked else ""
+    return Values(storage.bits, model.block_size, operation=name)
 
 
-def _operation_of(joint: Joint, model: Model, read: Read, use: Use) -> str:
-    """Return the name of the operation whose backward reads a value, ``""`` if no rule by its name is about that.
+def _find_operation(joint: Joint, model: Model, read: Read, use: Use) -> str:
+    """Return the name of the operation whose backward reads a value, ``""`` if rules by name do not hold for it.
 
     Raises:
-        Refused: If it is unknown, and a rule leaves what some operation saves as it is.
+        Refusal: If it is unknown, and a rule leaves some operation uncompressed.
     """
     operation = joint.operation_of(read.reader)
     if operation is not None:
         name = original_operation(operation)
         is_result = sequence_number(source_of(read.node)) == sequence_number(operation)
-        # As in eager mode, of all results a rule packs that of attention alone.
+        # As in eager mode, rules by name pack no results but that of attention.
         return "" if is_result and use is not Use.ATTENDED and model.bits_by_rule(name) else name
     name = name_of(read.reader)
     if name.endswith("_backward"):
         return name.removesuffix("_backward")
     if any(bits == 0 for _, bits in model.operations):
-        raise Refused("a rule may leave the operation as it is that reads it")
+        raise Refusal("a rule may leave the operation that reads it uncompressed")
     return ""
 
 
-def _use_of(joint: Joint, given: Node, reader: Node) -> Use:
-    """Return how a reader uses a value."""
-    if Use.BOUNDED in of_backward(original_operation(reader)).values():  # of which inductor makes several nodes
+def _find_use(joint: Joint, node: Node, reader: Node) -> Use:
+    """Return how a reader uses its argument ``node``."""
+    if Use.BOUNDED in of_backward(original_operation(reader)).values():  # inductor may have decomposed it
         return Use.BOUNDED
-    if _is_product(joint, given, reader):
-        return Use.WEIGHTS if is_softmax(source_of(given)) else Use.LINEAR
-    places = [place for place, value in enumerate(reader.args) if value is given]
+    if _is_product(joint, node, reader):
+        return Use.WEIGHTS if is_softmax(source_of(node)) else Use.LINEAR
+    places = [place for place, argument in enumerate(reader.args) if argument is node]
     use = of_backward(name_of(reader)).get(places[0], Use.EXACT) if len(places) == 1 else Use.EXACT
-    is_threshold = use is Use.SIGN and reader.args[-1] != 0  # of a threshold that is not 0
-    return Use.EXACT if is_threshold else use
+    if use is Use.EXACT and _starts_linear_backward(joint, reader):
+        return Use.LINEAR
+    has_threshold = use is Use.SIGN and reader.args[-1] != 0
+    return Use.EXACT if has_threshold else use
 
 
-def _facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:
-    """Return what is known of a value that is read without a mark. A graph shows no outliers."""
+def _starts_linear_backward(joint: Joint, reader: Node) -> bool:
+    """Return True if a reader is the first of several nodes of a linear backward, as of ``x^2``."""
+    operation = joint.operation_of(reader)
+    row = None if operation is None else of_op(original_operation(operation))
+    if operation is None or row is None or row.inputs is not Use.LINEAR:
+        return False
+    is_own = original_operation(reader).removeprefix("aten.") in row.backward
+    return is_own and (row.only is None or (*operation.args, 2)[1] in row.only[1])  # the order of a norm may be missing
+
+
+def _find_facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:
+    """Return the facts about a value without a mark. Outliers show only when the graph runs."""
     if use not in (Use.LINEAR, Use.BOUNDED):
         return Facts()
     is_product = _is_product(joint, read.node, read.reader)
+    is_input_of_layer = use is Use.BOUNDED or name_of(read.reader) in _WEIGHT_GRADIENTS
     return Facts(
-        is_for_parameter=_is_for_a_parameter(read.reader),
+        is_for_parameter=use is Use.LINEAR and _is_for_parameter(joint, read),
         has_step_as_factor=is_product and _has_step_as_factor(joint, source_of(read.node)),
-        may_stay_dense=use is Use.BOUNDED or not ((is_product and joint.names_operations) or model.weight_gradients),
+        may_stay_dense=not model.unmarked_layers and (is_input_of_layer or not joint.names_operations),
         is_masked=is_masked(read.node),
     )
 
 
-def _is_product(joint: Joint, given: Node, reader: Node) -> bool:
-    """Return whether a reader multiplies a value, or what it is negated, by one factor that depends on a gradient."""
+def _is_product(joint: Joint, node: Node, reader: Node) -> bool:
+    """Return True if a reader multiplies ``node`` or ``-node`` by one factor that depends on a gradient."""
     name, factors = name_of(reader), reader.all_input_nodes
     if name == "aten.neg":
         return bool(reader.users) and all(_is_product(joint, reader, user) for user in reader.users)
     if name == "prims.fma":
-        if given is reader.args[2]:
+        if node is reader.args[2]:
             return False
-        factors = [node for node in reader.args[:2] if isinstance(node, Node)]
+        factors = [factor for factor in reader.args[:2] if isinstance(factor, Node)]
     elif name not in _OF_TWO_FACTORS:
         return False
-    others = [node for node in factors if node is not given]
+    others = [factor for factor in factors if factor is not node]
     return len(others) == 1 and others[0] in joint.tangent
 
 
 def _has_step_as_factor(joint: Joint, source: Node) -> bool:
-    """Return whether forward multiplies a value by what may be the step of a quantization."""
+    """Return True if forward multiplies a value by a tensor that may be the step of a quantization."""
     products = [user for user in _forward_users(joint, source) if name_of(user) in _PRODUCTS]
-    factors = {source_of(factor) for product in products for factor in product.all_input_nodes} - joint.given
+    factors = {source_of(factor) for product in products for factor in product.all_input_nodes} - joint.without_gradient
     return any(
         (tensor := tensor_of(factor)) is not None
         and is_step(
@@ -209,7 +227,7 @@ def _has_step_as_factor(joint: Joint, source: Node) -> bool:
 
 
 def _forward_users(joint: Joint, node: Node) -> list[Node]:
-    """Return the nodes that read a value in forward, behind views and casts."""
+    """Return the nodes of forward that read a value, perhaps through views and casts."""
     users, waiting = list[Node](), [node]
     while waiting:
         for user in waiting.pop().users:
@@ -219,11 +237,11 @@ def _forward_users(joint: Joint, node: Node) -> list[Node]:
 
 
 def _is_inverse(joint: Joint, node: Node) -> bool:
-    """Return whether a value depends only on parameters and is their inverse or a quotient of them."""
+    """Return True if a value depends on parameters alone, and divides by one."""
     waiting, seen, inverse = [node], 0, False
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(), seen + 1
-        if node in joint.marked or node in joint.given:
+        if node in joint.marked or node in joint.without_gradient:
             return False
         if is_softmax(node):
             continue
@@ -234,16 +252,16 @@ def _is_inverse(joint: Joint, node: Node) -> bool:
 
 
 def scales_mask(joint: Joint, softmax: Node) -> bool:
-    """Return whether another tensor scales masked scores before a softmax.
+    """Return True if masked scores are multiplied by another tensor before a softmax.
 
-    The gradient of that tensor multiplies the large values of a mask by weights, which have to be exactly 0 there.
+    The gradient of that tensor multiplies the large values of the mask by weights that must be exactly 0 there.
     """
     waiting, seen = list(softmax.all_input_nodes), 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1
         if name_of(node) in ("aten.mul", "aten.div") and any(map(is_masked, node.all_input_nodes)):
             factors = {source for source in map(source_of, node.all_input_nodes) if tensor_of(source) is not None}
-            if len(factors - joint.given) > 1:
+            if len(factors - joint.without_gradient) > 1:
                 return True
         if passes_on(node) or name_of(node) == "aten.exp":
             waiting.append(first_input(node))
@@ -253,7 +271,7 @@ def scales_mask(joint: Joint, softmax: Node) -> bool:
 
 
 def is_softmax(node: Node) -> bool:
-    """Return whether a node is a softmax, perhaps decomposed; rows of which all is masked may be set to 0."""
+    """Return True if a node is a softmax, perhaps decomposed, perhaps with 0 in rows that are masked as a whole."""
     if name_of(node) in _SOFTMAX:
         return True
     if name_of(node) == "aten.where":
@@ -270,15 +288,15 @@ def _is_zero(node: Node) -> bool:
 
 
 def only_weighs(joint: Joint, softmax: Node) -> bool:
-    """Return whether a softmax in forward weighs values that depend on a mark, behind views, casts and dropout.
+    """Return True if a softmax does nothing but weigh values, perhaps behind views, casts and dropout.
 
-    Of constants, such as ones that choose some weights, it may be that the logarithm is taken.
+    The values have to depend on a mark: a product with constants may choose weights whose logarithm is taken.
     """
     waiting = [softmax]
     while waiting:
         weights = waiting.pop()
         for user in weights.users:
-            if user.op == "output":  # whoever gets it may take its logarithm
+            if user.op == "output":  # the caller may take its logarithm
                 return False
             if user not in joint.forward:
                 continue
@@ -287,13 +305,13 @@ def only_weighs(joint: Joint, softmax: Node) -> bool:
             elif name_of(user) in _OF_MATRICES:
                 if any(other not in joint.marked for other in user.all_input_nodes):
                     return False
-            elif name_of(user) not in _RANDOM:  # which are made in its shape
+            elif name_of(user) not in _RANDOM:  # random values in its shape
                 return False
     return True
 
 
 def _is_dropout(node: Node, of: Node) -> bool:
-    """Return whether a node multiplies a value by a mask or a number, or sets to 0 what a mask says."""
+    """Return True if a node multiplies a value by a mask or a number, or sets masked values to 0."""
     if name_of(node) == "aten.native_dropout" or (name_of(node) == GETITEM and name_of(of) == "aten.native_dropout"):
         return True
     others = [other for other in node.all_input_nodes if other is not of]
@@ -304,7 +322,7 @@ def _is_dropout(node: Node, of: Node) -> bool:
 
 
 def is_random_mask(node: Node) -> bool:
-    """Return whether a node stands for truth values that were drawn, as dropout's are."""
+    """Return True if a node is a random mask, as dropout draws it."""
     if mask_of(node) is not node:
         return False
     while name_of(node) in _COMPARISONS | CASTS | VIEWS | {GETITEM}:
@@ -312,22 +330,34 @@ def is_random_mask(node: Node) -> bool:
     return name_of(node) in _RANDOM
 
 
-def _is_for_a_parameter(product: Node) -> bool:
-    """Return whether a product is summed over the samples, and the sum given out as the gradient of an input."""
+def _is_for_parameter(joint: Joint, read: Read) -> bool:
+    """Return True if forward multiplies a value by parameters alone, with fewer values.
 
-    def given_out(node: Node) -> bool:
-        return all(user.op == "output" or (passes_on(user) and given_out(user)) for user in node.users)
+    A graph does not say which inputs are parameters. So the factors must depend on no mark and be the same for all
+    samples, over which backward then sums.
+    """
+    operation, source = joint.operation_of(read.reader), source_of(read.node)
+    if operation is None:
+        return False
+    arguments = operation.args[1:] if name_of(operation).startswith("aten.add") else operation.args  # b of b + x w
+    factors = [node for node in arguments if isinstance(node, Node) and source_of(node) is not source]
+    fewer = all(count_of(value_of(factor)) < count_of(value_of(source)) for factor in factors)
+    return bool(factors) and fewer and joint.marked.isdisjoint(factors) and _is_summed_over_samples(read.reader)
 
-    def summed(node: Node) -> bool:
-        return all(
-            summed(user) if passes_on(user) else _sums_over_samples(user) and given_out(user) for user in node.users
-        )
 
-    return name_of(product) == "aten.mul" and summed(product)
+def _is_summed_over_samples(product: Node) -> bool:
+    """Return True if a product is a sum over samples, or only such sums read it."""
+    name = name_of(product)
+    if name in _WEIGHT_GRADIENTS or (name == "aten.bmm" and value_of(product).shape[0] == 1):
+        return True
+    return all(
+        _is_summed_over_samples(user) if passes_on(user) or name_of(user) == "aten.mul" else _sums_over_samples(user)
+        for user in product.users
+    )
 
 
 def _sums_over_samples(node: Node) -> bool:
-    """Return whether a node is a sum over the first dimension, which is of many values then."""
+    """Return True if a node is a sum over the first dimension."""
     if name_of(node) != "aten.sum":
         return False
     over = node.args[1] if len(node.args) > 1 else None
@@ -335,7 +365,7 @@ def _sums_over_samples(node: Node) -> bool:
 
 
 def is_masked(node: Node) -> bool:
-    """Return whether a mask has put values into a node, perhaps before views, parts, sums and products."""
+    """Return True if a mask has set values of a node, perhaps before views, parts, sums and products."""
     waiting, seen = [node], 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1
@@ -350,11 +380,11 @@ def is_masked(node: Node) -> bool:
     return False
 
 
-def most_careful(ways: list[Values]) -> Values:
-    """Return one way for all: blocks are dropped only if everybody drops the same ones, and the most bits count.
+def combine_ways(ways: list[Values]) -> Values:
+    """Return one way for all reads: with the most bits, and with blocks dropped only if all drop the same ones.
 
     Raises:
-        Refused: If somebody wants all values as they are.
+        Refusal: If one read needs all blocks and another keeps values uncompressed.
     """
     first = ways[0]
     alike = all(
@@ -365,7 +395,7 @@ def most_careful(ways: list[Values]) -> Values:
     if any(way.bits == 0 for way in ways):
         if alike and all(way.bits == 0 for way in ways):
             return first
-        raise Refused("what reads it besides needs all blocks, and its values are kept as they are")
+        raise Refusal("another reader needs all blocks, and the values are uncompressed")
     most = max(ways, key=lambda way: way.bits)
     if alike:
         return most

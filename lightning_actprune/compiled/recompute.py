@@ -46,8 +46,8 @@ from lightning_actprune.compiled.graphs import (
     after,
     closure,
     first_input,
+    force_save,
     is_size,
-    must_be_saved,
     name_of,
     path,
     runs_again,
@@ -236,5 +236,5 @@ class _Copies:
             return None
         with self._writer.before(after(node), FORWARD):
             half = self._writer.cast(node, torch.bfloat16)
-        must_be_saved(half)
+        force_save(half)
         return half

@@ -1,4 +1,4 @@
-"""Putting into a joint graph what was decided about its values."""
+"""Rewrite a joint graph: pack values in forward, and unpack or compute them again in backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS, ceil_div
 from lightning_actprune.codec.saved_ops import Kind, ops_of
-from lightning_actprune.compiled.decide import Source, inputs_of
+from lightning_actprune.compiled.decide import Source, find_cast_inputs
 from lightning_actprune.compiled.graphs import (
     BACKWARD,
     CASTS,
@@ -25,12 +25,12 @@ from lightning_actprune.compiled.graphs import (
     Writer,
     after,
     first_input,
+    force_save,
+    is_laid_out_like,
     mask_of,
     multiplies,
-    must_be_saved,
     name_of,
     passes_on,
-    same_place,
     tensor_of,
     value_of,
 )
@@ -38,18 +38,18 @@ from lightning_actprune.compiled.layout import Layout, memory_order
 from lightning_actprune.compiled.signs import PER_BYTE
 
 _FEW_BITS = 4
-"""Up to which rounding to bf16 is nothing: a tenth of the distance of two codes at most."""
-_TURNS, _RESHAPES = ops_of(Kind.PERMUTE), ops_of(Kind.RESHAPE)
+"""Up to this many bits, rounding to bf16 is a tenth of the distance of two codes at most."""
+_PERMUTATIONS, _RESHAPES = ops_of(Kind.PERMUTE), ops_of(Kind.RESHAPE)
 _aten, _own, _prims = torch.ops.aten, torch.ops.actprune, torch.ops.prims
 
 
 class Rewriter:
-    """Puts what was decided into a graph.
+    """Rewrites a graph as decided.
 
     Args:
         joint: The graph.
-        sources: What was decided.
-        base: What may be computed again, each with what from.
+        sources: The decisions.
+        base: The nodes that backward may compute again, each with the source from which it does.
     """
 
     def __init__(self, joint: Joint, sources: list[Source], base: dict[Node, Source]) -> None:
@@ -58,23 +58,23 @@ class Rewriter:
         self._restored: dict[Node, Node] = {}
 
     def run(self) -> list[list[Node]]:
-        """Put everything into the graph, and return what is stored of each source, but for what stays as it is."""
-        for source in inputs_of(self._joint):
-            # The partitioner would keep the cast of what may be no longer there: it knows weights alone to stay.
-            tag = NOT_IN_FORWARD if source.node in self._joint.given else BACKWARD
+        """Rewrite the graph, and return the nodes that each source stores; none if it stays uncompressed."""
+        for source in find_cast_inputs(self._joint):
+            # Without the tag the partitioner would save the cast of an input that is no weight: it may be freed.
+            tag = NOT_IN_FORWARD if source.node in self._joint.without_gradient else BACKWARD
             with self._writer.before(self._first([read.reader for read in source.reads]), tag):
-                # Of a view, or the partitioner takes the cast for that of forward, which it would then keep.
+                # The cast of a view, or the compiler would merge it with the cast in forward, and save that.
                 value = self._writer.call(_aten.view.default, source.node, self._sizes(source.node, None))
-            self._give(source, value, source.reads, tag)
+            self._replace_reads(source, value, source.reads, tag)
         first = self._first_readers()
         for node in first:  # in the same order in every process
-            if node in self._joint.given:
+            if node in self._joint.without_gradient:
                 with self._writer.before(first[node], NOT_IN_FORWARD):
                     self._restored[node] = self._writer.call(_aten.view.default, node, self._sizes(node, None))
         return [self._put(source, first) for source in self._sources]
 
     def _put(self, source: Source, first: dict[Node, Node]) -> list[Node]:
-        """Let backward read what is kept of a source in place of it, and return that."""
+        """Let backward read the stored form of a source in its place, and return what is stored."""
         if source.how == "as it is":
             return []
         stored = self._pack(source, first[source.node]) if source.how == "packed" else []
@@ -87,7 +87,7 @@ class Rewriter:
         return stored
 
     def _first_readers(self) -> dict[Node, Node]:
-        """Return by packed source the first node in backward that its unpacked value is needed for."""
+        """Return for each packed source the first node in backward that needs its unpacked value."""
         readers = defaultdict[Node, list[Node]](list)
         for source in self._sources:
             unpacked = source if source.base is None else source.base
@@ -95,86 +95,82 @@ class Rewriter:
         return {node: self._first(of) for node, of in readers.items() if of}
 
     def _pack(self, source: Source, reader: Node) -> list[Node]:
-        """Pack a source behind it, and unpack it before ``reader``; return what is kept."""
+        """Pack a source right behind it, unpack it before ``reader``, and return what is stored."""
         layout, node, writer = source.layout, self._computed(source), self._writer
         assert layout is not None
         value = value_of(node)
         with writer.before(after(node), FORWARD):
-            read = self._in_memory_order(node, layout)
-            kept = self._kept(source, read)
-        for saved in kept:
-            must_be_saved(saved)
+            rows = self._lay_out(node, layout)
+            stored = self._compress(source, rows)
+        for saved in stored:
+            force_save(saved)
         with writer.before(reader, BACKWARD):
-            self._restored[source.node] = self._unpack(source, kept, read, value)
-        return kept
+            self._restored[source.node] = self._unpack(source, stored, rows, value)
+        return stored
 
     def _computed(self, source: Source) -> Node:
-        """Return what is packed of a source as forward computes it: a block that runs again makes casts of its own."""
+        """Return the node to pack, as a node of forward: blocks that run again make casts of their own."""
         if source.packed in self._joint.forward:
             return source.packed
         with self._writer.before(after(source.node), FORWARD):
             return self._writer.cast(source.node, value_of(source.packed).dtype)
 
-    def _kept(self, source: Source, read: Node) -> list[Node]:
-        """Return what is kept of a source, of which ``read`` is laid out as it is packed."""
+    def _compress(self, source: Source, rows: Node) -> list[Node]:
+        """Return the packed tensors of a source with the values ``rows [S, T, L]``."""
         way, layout, writer = source.way, source.layout, self._writer
         assert way is not None
         assert layout is not None
         if not way.drops:
-            return [writer.call(_own.quantize.default, read, layout.block, way.bits)]
-        blocks = writer.compute(operator.mul, writer.size(read, 1), ceil_div(layout.shape[2], layout.block))
-        keep = self._keep_count(blocks, way.parts)
-        packed = writer.call(_own.pack.default, read, layout.block, keep, way.bits, way.selection)
-        must_be_saved(packed)
+            how = rows, layout.block, way.bits
+            if not source.operation:
+                return [writer.call(_own.quantize.default, *how)]
+            return [writer.call(_own.quantize_checked.default, *how, source.operation, source.node.name)]
+        blocks = writer.compute(operator.mul, writer.size(rows, 1), ceil_div(layout.shape[2], layout.block))
+        # codec.blocks.keep_count, which may be a symbol
+        dropped = writer.compute(operator.floordiv, writer.compute(operator.mul, blocks, way.parts), SPARSITY_PARTS)
+        keep = writer.compute(operator.sub, blocks, dropped)
+        packed = writer.call(_own.pack.default, rows, layout.block, keep, way.bits, way.selection)
+        force_save(packed)
         return [writer.call(operator.getitem, packed, place) for place in range(3)]
 
-    def _in_memory_order(self, node: Node, layout: Layout) -> Node:
-        writer, node = self._writer, self._turned(node, layout.order)
+    def _lay_out(self, node: Node, layout: Layout) -> Node:
+        """Return the values ``[S, T, L]`` of a node in the order of its memory."""
+        writer, node = self._writer, self._permute(node, layout.order)
         if layout.copied:
             node = writer.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
         return writer.call(_aten.view.default, node, list(layout.shape))
 
-    def _keep_count(self, blocks: int | Node, parts: int | Node) -> int | Node:
-        """Return ``codec.blocks.keep_count``, which may be a symbol."""
-        compute = self._writer.compute
-        dropped = compute(operator.floordiv, compute(operator.mul, blocks, parts), SPARSITY_PARTS)
-        return compute(operator.sub, blocks, dropped)
-
-    def _unpack(self, source: Source, kept: list[Node], read: Node, value: Tensor) -> Node:
+    def _unpack(self, source: Source, stored: list[Node], rows: Node, value: Tensor) -> Node:
         """Return the unpacked value of a source, in its shape and the order of its memory, in the type of ``value``."""
         way, layout, writer = source.way, source.layout, self._writer
         assert way is not None
         assert layout is not None
         how = layout.shape[2], layout.block, way.bits, self._dtype(source, value)
         if way.drops:
-            rows = writer.compute(operator.mul, writer.size(read, 0), writer.size(read, 1))
-            flat = writer.call(_own.unpack.default, *kept, rows, *how)
+            count = writer.compute(operator.mul, writer.size(rows, 0), writer.size(rows, 1))
+            flat = writer.call(_own.unpack.default, *stored, count, *how)
         else:
-            (values,) = kept
-            rows = writer.compute(operator.floordiv, writer.size(values, 0), ceil_div(layout.shape[2], layout.block))
-            flat = writer.call(_own.dequantize.default, values, rows, *how)
+            (values,) = stored
+            count = writer.compute(operator.floordiv, writer.size(values, 0), ceil_div(layout.shape[2], layout.block))
+            flat = writer.call(_own.dequantize.default, values, count, *how)
         dense = writer.call(_aten.view.default, flat, self._sizes(source.node, layout.order))
-        return self._turned_back(dense, layout.order)
+        return self._undo_permute(dense, layout.order)
 
-    def _turned(self, node: Node, order: tuple[int, ...]) -> Node:
-        """Return a view of which the dimensions are in an order."""
+    def _permute(self, node: Node, order: tuple[int, ...]) -> Node:
+        """Return a view with the dimensions in this order."""
         return node if order == tuple(sorted(order)) else self._writer.call(_aten.permute.default, node, list(order))
 
-    def _turned_back(self, node: Node, order: tuple[int, ...]) -> Node:
-        """Undo ``_turned``."""
-        return self._turned(node, tuple(order.index(dim) for dim in range(len(order))))
+    def _undo_permute(self, node: Node, order: tuple[int, ...]) -> Node:
+        return self._permute(node, tuple(order.index(dim) for dim in range(len(order))))
 
     def _dtype(self, source: Source, value: Tensor) -> torch.dtype:
-        """Return the type in which the value of a source is unpacked: few bits have no use for the places of fp32.
-
-        What multiplies gets the type that it multiplies.
-        """
+        """Return the type of the unpacked value: bf16 if few bits were stored of fp32 and no product needs fp32."""
         assert source.way is not None
         few = 0 < source.way.bits <= _FEW_BITS and value.dtype == torch.float32
         return torch.bfloat16 if few and not any(multiplies(read.reader) for read in source.reads) else value.dtype
 
     def _sizes(self, node: Node, order: tuple[int, ...] | None) -> list[int | Node]:
-        """Return the sizes of a forward node in an order of its dimensions, -1 for the first that is a symbol."""
+        """Return the sizes of a node with its dimensions in this order, and -1 for the first symbol."""
         sizes, inferred = list[int | Node](), False
         for dim in order or range(value_of(node).dim()):
             size: Size = value_of(node).shape[dim]
@@ -186,37 +182,37 @@ class Rewriter:
         return sizes
 
     def _signs(self, source: Source) -> Node:
-        """Store the signs of a source and let those read them who ask for no more; return what is stored."""
+        """Store the signs of a source for the reads that need no more, and return what is stored."""
         writer, node, order = self._writer, source.node, memory_order(value_of(source.node))
         with writer.before(after(node), FORWARD):
-            flat = writer.call(_aten.reshape.default, self._turned(node, order), [-1])
+            flat = writer.call(_aten.reshape.default, self._permute(node, order), [-1])
             count = writer.size(flat, 0)
             is_mask = value_of(node).dtype == torch.bool
             stored = writer.call(_own.signs.default, writer.cast(flat, torch.uint8) if is_mask else flat)
-        must_be_saved(stored)
+        force_save(stored)
         reads = source.reads_of("signs")
-        with writer.before(self._first([read.reader for read in reads + self._reads_of_masked(source)]), BACKWARD):
-            signs = writer.cast(self._split(stored, count), value_of(node).dtype)
+        with writer.before(self._first([read.reader for read in reads + self._find_masked_reads(source)]), BACKWARD):
+            signs = writer.cast(self._unpack_signs(stored, count), value_of(node).dtype)
             dense = writer.call(_aten.view.default, signs, self._sizes(node, order))
-            dense = self._turned_back(dense, order)
+            dense = self._undo_permute(dense, order)
         if is_mask:
             self._restored[node] = dense
-        self._give(source, dense, reads)
+        self._replace_reads(source, dense, reads)
         return stored
 
-    def _reads_of_masked(self, mask: Source) -> list[Read]:
-        """Return the reads of what is computed again with a mask."""
+    def _find_masked_reads(self, mask: Source) -> list[Read]:
+        """Return the reads of sources that backward computes again with a mask."""
         again = (source for source in self._sources if source.base is not None)
-        return [read for source in again if mask.node in self._masks_of(source) for read in source.reads_of("values")]
+        return [read for source in again if mask.node in self._find_masks(source) for read in source.reads_of("values")]
 
-    def _masks_of(self, source: Source) -> set[Node]:
-        """Return the masks from which something is computed again."""
+    def _find_masks(self, source: Source) -> set[Node]:
+        """Return the masks with which backward computes a source again."""
         assert source.base is not None
         masks, waiting = set[Node](), [source.node]
         while waiting:
-            made = waiting.pop()
-            made = first_input(made) if name_of(made) == GETITEM else made  # a norm, which itself is not made again
-            for node in made.all_input_nodes:
+            current = waiting.pop()
+            current = first_input(current) if name_of(current) == GETITEM else current  # the norm with this result
+            for node in current.all_input_nodes:
                 mask = mask_of(node)
                 if mask is not None:
                     masks.add(mask)
@@ -224,104 +220,99 @@ class Rewriter:
                     waiting.append(node)
         return masks
 
-    def _split(self, stored: Node, count: int | Node) -> Node:
-        """Undo ``compiled.signs``: return the bits as numbers."""
+    def _unpack_signs(self, stored: Node, count: int | Node) -> Node:
+        """Undo ``compiled.signs``: return each bit as a number."""
         writer = self._writer
-        bytes_ = writer.call(_aten.unsqueeze.default, stored, 0)
-        shifted = writer.call(_aten.bitwise_right_shift.Tensor, bytes_, self._places(value_of(stored).device))
+        options = {"start": 0, "step": 1, "dtype": torch.int32, "requires_grad": False}
+        places = writer.call(_prims.iota.default, PER_BYTE, device=value_of(stored).device, **options)
+        places = writer.call(_aten.unsqueeze.default, writer.cast(places, torch.uint8), 1)  # [8, 1]
+        bytes_ = writer.call(_aten.unsqueeze.default, stored, 0)  # [1, B]
+        shifted = writer.call(_aten.bitwise_right_shift.Tensor, bytes_, places)
         bits = writer.call(_aten.view.default, writer.call(_aten.bitwise_and.Scalar, shifted, 1), [-1])
         return writer.call(_aten.slice.Tensor, bits, 0, 0, count)
 
-    def _places(self, device: torch.device) -> Node:
-        """Return the places of the bits of a byte, ``[8, 1]``."""
-        options = {"start": 0, "step": 1, "dtype": torch.int32, "device": device, "requires_grad": False}
-        places = self._writer.cast(self._writer.call(_prims.iota.default, PER_BYTE, **options), torch.uint8)
-        return self._writer.call(_aten.unsqueeze.default, places, 1)
-
     def _shape(self, source: Source) -> None:
-        """Let those read memory that nobody has written to who ask for no more than its shape."""
+        """Let reads that need only a shape read uninitialized memory."""
         writer, value, reads = self._writer, value_of(source.node), source.reads_of("shape")
         order = memory_order(value)
         with writer.before(self._first([read.reader for read in reads]), BACKWARD):
             sizes = [writer.size(source.node, dim) for dim in order]
-            made = writer.call(_aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
-            made = self._turned_back(made, order)
-        self._give(source, made, reads)
+            empty = writer.call(_aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+            empty = self._undo_permute(empty, order)
+        self._replace_reads(source, empty, reads)
 
     def _values(self, source: Source) -> None:
-        """Let backward read the unpacked value of a source, or what is computed again from another one's."""
+        """Let backward read the unpacked value of a source, or its value computed again from that of its base."""
         reads, base = source.reads_of("values"), source.base
         if base is None:
-            self._give(source, self._restored[source.node], reads)
+            self._replace_reads(source, self._restored[source.node], reads)
             return
         with self._writer.before(self._first([read.reader for read in reads]), BACKWARD):
-            made = self._again(source.node, {base.node: self._restored[base.node]})
-        self._give(source, made, reads)
+            value = self._compute_again(source.node, {base.node: self._restored[base.node]})
+        self._replace_reads(source, value, reads)
 
-    def _give(self, source: Source, made: Node, reads: list[Read], tag: str = BACKWARD) -> None:
-        """Replace reads of a source by reads of ``made``, through copies of their views and casts."""
+    def _replace_reads(self, source: Source, value: Node, reads: list[Read], tag: str = BACKWARD) -> None:
+        """Replace reads of a source by reads of ``value``, through copies of their views and casts."""
         by_node = defaultdict[Node, list[Node]](list)
         for read in reads:
             by_node[read.node].append(read.reader)
         for node, readers in by_node.items():
             with self._writer.before(self._first(readers), tag):
-                given = self._passed_on(node, {source.node: made})
-                given = self._writer.cast(given, value_of(node).dtype)
+                argument = self._copy_path(node, {source.node: value})
+                argument = self._writer.cast(argument, value_of(node).dtype)
             for reader in readers:
-                reader.replace_input_with(node, given)
-            self._drop(node)
+                reader.replace_input_with(node, argument)
+            while not node.users and node not in self._joint.forward:  # a view that backward reads no more
+                before = first_input(node)
+                self._joint.graph.erase_node(node)
+                node = before
 
     def _first(self, nodes: list[Node]) -> Node:
         return min(nodes, key=self._joint.order.__getitem__)
 
-    def _drop(self, node: Node) -> None:
-        """Take out a view that backward reads no more."""
-        while not node.users and node not in self._joint.forward:
-            before = first_input(node)
-            self._joint.graph.erase_node(node)
-            node = before
-
-    def _passed_on(self, node: Node, made: dict[Node, Node]) -> Node:
-        """Return what stands for ``node`` in backward, a value that one in ``made`` is passed on to."""
-        if node in made:
-            return made[node]
+    def _copy_path(self, node: Node, values: dict[Node, Node]) -> Node:
+        """Return a copy of ``node``, and of the views and casts before it, that reads a value of ``values``."""
+        if node in values:
+            return values[node]
         source, name = first_input(node), name_of(node)
-        if name in _TURNS and name_of(source) in _TURNS and same_place(node, first_input(source)):
-            return self._passed_on(first_input(source), made)
-        before = self._passed_on(source, made)
+        both_permute = name in _PERMUTATIONS and name_of(source) in _PERMUTATIONS
+        if both_permute and is_laid_out_like(node, first_input(source)):
+            return self._copy_path(first_input(source), values)
+        before = self._copy_path(source, values)
         if name == MARK:
             return before
-        if name in CASTS and same_place(node, source):
+        if name in CASTS and is_laid_out_like(node, source):
             return self._writer.cast(before, value_of(node).dtype)
-        if name in _RESHAPES and not same_place(before, source):  # which may be no view of what is made again
+        if name in _RESHAPES and not is_laid_out_like(before, source):  # it may be no view of the new value
             before = self._writer.call(_aten.clone.default, before, memory_format=torch.contiguous_format)
         return self._writer.copy(node, {source: before})
 
-    def _again(self, node: Node, made: dict[Node, Node]) -> Node:
-        """Return what ``node`` computes, computed again from values in ``made``, or itself if it depends on none."""
-        if node in made:
-            return made[node]
+    def _compute_again(self, node: Node, values: dict[Node, Node]) -> Node:
+        """Return ``node`` computed again from ``values``, which keeps the results, or itself if it depends on none."""
+        if node in values:
+            return values[node]
         mask = mask_of(node)
         if mask is not None and mask in self._restored:
             return self._writer.cast(self._restored[mask], value_of(node).dtype)
         if node not in self._base or node.op == "placeholder":
             return node
         if name_of(node) == GETITEM:
-            made[node] = self._normalised(node, made)
+            values[node] = self._normalize_again(node, values)
         elif passes_on(node):
-            made[node] = self._passed_on(node, {first_input(node): self._again(first_input(node), made)})
+            values[node] = self._copy_path(node, {first_input(node): self._compute_again(first_input(node), values)})
         else:
             tensors = (source for source in node.all_input_nodes if tensor_of(source) is not None)
             inputs = {
-                source: self._writer.cast(self._again(source, made), value_of(source).dtype) for source in tensors
+                source: self._writer.cast(self._compute_again(source, values), value_of(source).dtype)
+                for source in tensors
             }
-            made[node] = self._writer.copy(node, inputs)
-        return made[node]
+            values[node] = self._writer.copy(node, inputs)
+        return values[node]
 
-    def _normalised(self, node: Node, made: dict[Node, Node]) -> Node:
-        """Return the output of a layer norm, by the mean and the deviation that forward has found."""
+    def _normalize_again(self, node: Node, values: dict[Node, Node]) -> Node:
+        """Return the output of a layer norm, computed with the mean and the deviation from forward."""
         writer, norm = self._writer, first_input(node)
-        x = writer.cast(self._again(first_input(norm), made), torch.float32)
+        x = writer.cast(self._compute_again(first_input(norm), values), torch.float32)
         mean, rstd = (self._item(norm, place) for place in (1, 2))
         y = writer.call(_aten.mul.Tensor, writer.call(_aten.sub.Tensor, x, mean), rstd)
         weight, bias = norm.args[2:4]
@@ -330,7 +321,7 @@ class Rewriter:
         return writer.cast(y, value_of(node).dtype)
 
     def _item(self, node: Node, place: int) -> Node:
-        """Return one of several results."""
+        """Return the result of a node at this place."""
         for user in node.users:
             if name_of(user) == GETITEM and user.args[1] == place:
                 return user

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
-from lightning_actprune.compiled.marks import ended, marked
+from lightning_actprune.compiled.marks import mark_input, mark_output
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.tensor_parallel import forward_dtensor, has_dtensor_parameters
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
@@ -95,7 +95,7 @@ class LayerState:
         ``trained``: Whether a parameter of the layer needs a gradient.
         """
         keep = self._told(x, trained)
-        return x if keep is None else marked(x, *keep)
+        return x if keep is None else mark_input(x, *keep)
 
     def ended(self, y: Any, args: tuple[Any, ...]) -> Any:
         """Return what a layer with trained parameters returns, with what a compiler is to know of its one argument.
@@ -107,7 +107,7 @@ class LayerState:
         if not isinstance(y, Tensor) or isinstance(y, DTensor):
             return y
         keep = self._told(args[0], trained=True)
-        return y if keep is None else ended(y, args[0], *keep)
+        return y if keep is None else mark_output(y, args[0], *keep)
 
     def _told(self, x: Any, trained: bool) -> tuple[str, int] | None:
         """Return text and sparsity of the mark of an argument, ``None`` if it gets none."""

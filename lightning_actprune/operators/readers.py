@@ -1,30 +1,17 @@
-"""What eager mode finds out about a tensor that an operation saves, for ``codec.saved_ops`` to judge.
-
-What that says of errors is for blocks whose values are of one magnitude. Where an outlier takes all steps of its block
-for itself, as the -10,000 of a mask does among scores, the other values are lost, though their gradients may be all
-that counts (``loses_values``). A mask may be there in some batches only, so what ``masked_fill`` or ``where`` has put
-values into is not packed, whatever it holds (``is_masked``).
-"""
+"""What eager mode finds out about a tensor that an operation saves, for ``codec.saved_ops`` to judge."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_actprune.codec.blocks import ALL_BLOCKS
-from lightning_actprune.codec.packed import pack, unpack
 from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, Use, is_exact, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_SAMPLE = 2**20
-"""Values of a tensor in which outliers are looked for, the first of them: masks recur in each sample."""
-_LOST_SHARE = 1 / 4
-"""Share of a block's values that may be off by more than half of themselves."""
 
 
 def operator_name(node: str) -> str:
@@ -92,22 +79,3 @@ def is_masked(tensor: Tensor) -> bool:
         if node is not None and node.name() in _KEEP_MASKS:
             waiting += [before for before, _ in node.next_functions]
     return False
-
-
-def loses_values(x: Tensor, block: int) -> bool:
-    """Return whether a block of ``x`` would lose values to an outlier, or is not finite; waits for the device.
-
-    That is a block of which a quarter of the values that are not zero would be off by more than half of themselves if
-    they were stored in eight bits.
-
-    Args:
-        x: ``[samples, rows, length]``, values side by side in the last dimension.
-        block: Values per block, of the last dimension.
-    """
-    _, rows, length = x.shape
-    x = x[: max(_SAMPLE // (rows * length), 1), : max(_SAMPLE // length, 1)]
-    values, none, _ = pack(x, block, ALL_BLOCKS, 8)
-    read = unpack(values, none, none, x.shape[0] * x.shape[1], length, block, 8, x.dtype).view(x.shape)
-    off = ~((read - x).abs() <= x.abs() / 2)  # also of what is no number
-    lost = torch.nn.functional.pad((off & (x != 0)).float(), (0, -length % block)).view(-1, block).mean(-1)
-    return not bool(((lost <= _LOST_SHARE).all() & x.isfinite().all()).item())

@@ -59,7 +59,7 @@ from lightning_actprune.codec.private import (
     tree_map_only,
     unseen_by_compilers,
 )
-from lightning_actprune.compiled.marks import HALF, marked
+from lightning_actprune.compiled.marks import HALF, mark_input
 from lightning_actprune.compiled.recompute import run_once_if_written
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
@@ -174,7 +174,7 @@ def run_in_graph(
     mark = module._recompute.mark
     name = module._recompute.name  # noqa: F841  # for `run_once_if_written`
     if mark:
-        args, kwargs = _map_arguments(Tensor, lambda x: marked(x, mark) if x.requires_grad else x, args, kwargs)
+        args, kwargs = _map_arguments(Tensor, lambda x: mark_input(x, mark) if x.requires_grad else x, args, kwargs)
     run = partial(_run_outside_of_graphs, module, lambda: forward(*args, **kwargs), [])
     outputs = checkpoint(run, use_reentrant=False)
     call_while_traced(run_once_if_written)

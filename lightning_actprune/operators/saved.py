@@ -54,12 +54,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.cuda import is_current_stream_capturing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
+from lightning_actprune.codec.outliers import is_captured, loses_values
 from lightning_actprune.codec.pack_cache import Retainers, StorageKey, place_of
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
@@ -87,7 +87,6 @@ from lightning_actprune.operators.readers import (
     READERS,
     VIEWS_AND_CASTS,
     is_masked,
-    loses_values,
     operator_name,
     use_of,
 )
@@ -220,11 +219,6 @@ class OpenHooks:
         close_hooks(self)
         self._context.__exit__(None, None, None)
         finish(self.operations)
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph of what is done with ``tensor`` is being made: then nobody may wait for values."""
-    return tensor.is_cuda and is_current_stream_capturing()
 
 
 class _Scope(threading.local):
@@ -479,7 +473,7 @@ class SavedTensorCompression:
             not decision.bits
             or decision.operation not in _CHECKED
             or self._policy.bits_by_rule(decision.operation) is not None
-            or _is_captured(tensor)
+            or is_captured(tensor)
             or not loses_values(as_read(tensor, layout), layout.block)
         ):
             return decision
@@ -531,7 +525,7 @@ class SavedTensorCompression:
             return Facts(has_step_as_factor=True)
         if is_masked(tensor):
             return Facts(is_masked=True)
-        if _is_captured(tensor):
+        if is_captured(tensor):
             return Facts(has_outliers=None)
         alone = is_factor and saving.count == 2 and len(saving.parameters) == 1
         fewer = alone and tensor.numel() > saving.parameters[0]

@@ -55,8 +55,10 @@ def is_own_result(tensor: Tensor) -> bool:
     return bool(number == get_sequence_nr() - 1)
 
 
-def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
-    """Return the parameters from which alone, and by a quotient, ``tensor`` is computed; none of any other tensor."""
+def _parameters_behind(tensor: Tensor) -> tuple[list[Tensor], bool]:
+    """Return the parameters from which alone ``tensor`` is computed, and whether it is by a quotient."""
+    if isinstance(tensor, nn.Parameter):
+        return [tensor], False
     inverse, leaves, waiting = False, list[Tensor](), [tensor.grad_fn]
     for _ in range(MAX_STEPS):
         if not waiting:
@@ -66,10 +68,10 @@ def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
         if isinstance(leaf, nn.Parameter):
             leaves.append(leaf)
         elif node is None or not node.next_functions:
-            return []
+            return [], False
         inverse |= node.name() in _QUOTIENTS or (node.name() == "PowBackward0" and node._saved_exponent < 0)
         waiting += [before for before, _ in node.next_functions if before is not None]
-    return leaves if inverse and not waiting else []
+    return ([], False) if waiting else (leaves, inverse)
 
 
 class Site(NamedTuple):
@@ -210,15 +212,16 @@ class Operations:
             self._saving = Saving(number)
         saving = self._saving
         saving.count += 1
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if not self.watched or not tensor.requires_grad:
+            return saving
+        parameters, is_inverse = _parameters_behind(tensor)
+        if parameters:
             saving.parameters.append(tensor.numel())
-        is_small = self.watched and tensor.requires_grad and tensor.numel() < MOST_SHARED
-        if is_small and (tensor.grad_fn is None or not is_own_result(tensor)):
+        if tensor.numel() < MOST_SHARED and (tensor.grad_fn is None or not is_own_result(tensor)):
             address = tensor.untyped_storage()._cdata
             saving.small.append((address, tensor.numel()))
             self._users.setdefault(address, set()).add(number)
-            inverted = _inverted_parameters(tensor)
-            for step in (tensor, *inverted) if inverted else ():
+            for step in (tensor, *parameters) if is_inverse else ():
                 self._users.setdefault(step.untyped_storage()._cdata, set()).add(_QUOTIENT)
         return saving
 

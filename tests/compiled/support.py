@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.compiled.install import CompiledPacking
-from lightning_actprune.compiled.marks import Mark, Model, ended, marked
+from lightning_actprune.compiled.marks import Mark, Model, mark_input, mark_output
 
 MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)
 
@@ -36,8 +36,8 @@ class Marked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.text is None:
             return self.layer(x)
-        x = marked(x, self.text, self.parts)
-        return ended(self.layer(x), x, self.text, self.parts) if self.ends else self.layer(x)
+        x = mark_input(x, self.text, self.parts)
+        return mark_output(self.layer(x), x, self.text, self.parts) if self.ends else self.layer(x)
 
 
 def mark(operator: str, bits: int, model: Model = MODEL, **options: object) -> Mark:

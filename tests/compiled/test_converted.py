@@ -95,12 +95,12 @@ def made(*kinds: str, **options: float) -> tuple[nn.Module, Tensor]:
     return Net(*(BLOCKS[kind](**options) for kind in kinds)), torch.randn(8, 32, WIDTH)
 
 
-def converted(model: nn.Module, rules: dict[str, Keep | Recompute | None], weight_gradients: bool = False) -> nn.Module:
+def converted(model: nn.Module, rules: dict[str, Keep | Recompute | None], unmarked_layers: bool = False) -> nn.Module:
     """Return a copy whose layers compilers see as dense ones, and of which small tensors are packed, too."""
     model, owner = copy.deepcopy(model), new_owner("a test")
     convert_layers(model, Config("balanced", rules=rules), owner)
     find_hooks(model, owner).min_values = 512
-    mark_layers(model, owner, weight_gradients=weight_gradients)
+    mark_layers(model, owner, unmarked_layers=unmarked_layers)
     return model
 
 
@@ -144,12 +144,12 @@ def test_without_gradients_no_mark_is_left_in_the_graph():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("weight_gradients", [True, False])
-def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients: bool):
+@pytest.mark.parametrize("unmarked_layers", [True, False])
+def test_what_a_rule_leaves_dense_keeps_its_input(unmarked_layers: bool):
     model, x = made("transformer")
-    rows = step(converted(model, {"blocks.0.proj": None}, weight_gradients), x).rows
+    rows = step(converted(model, {"blocks.0.proj": None}, unmarked_layers), x).rows
     attended = [row.how for row in rows if len(row.readers) > 1 and any("attention" in name for name in row.readers)]
-    assert attended == ["packed" if weight_gradients else "as it is"]
+    assert attended == ["packed" if unmarked_layers else "as it is"]
 
 
 @pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.integration)])

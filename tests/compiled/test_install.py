@@ -25,7 +25,7 @@ from lightning_actprune.compiled.decision_log import (
     settle_logs,
 )
 from lightning_actprune.compiled.install import CompiledPacking
-from lightning_actprune.compiled.marks import Mark, Model, general_name, marked
+from lightning_actprune.compiled.marks import Mark, Model, general_name, mark_input
 from tests.compiled.support import Block, Marked, mark, planned, run, step, uncached
 from tests.support.marks import only
 
@@ -163,7 +163,7 @@ TEXT = Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4)).
 def test_a_mark_is_the_identity(view):
     x = torch.randn(6, 8, requires_grad=True)
     read = view(x)
-    y = marked(read, TEXT)
+    y = mark_input(read, TEXT)
     assert torch.equal(y, read)
     assert y.stride() == read.stride()
     grads = (torch.autograd.grad((of * of).sum(), x)[0] for of in (y, read))
@@ -172,7 +172,7 @@ def test_a_mark_is_the_identity(view):
 
 def test_a_mark_says_what_it_was_told():
     for x in (torch.ones(1, 4).expand(3, 4), torch.ones(3, dtype=torch.int64)):
-        assert marked(x, TEXT) is x
+        assert mark_input(x, TEXT) is x
     assert Mark.read(TEXT) == Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4))
     assert general_name("model.layers.3.mlp") == general_name("model.layers.11.mlp")
     torch.library.opcheck(torch.ops.actprune.mark.default, (torch.randn(24), TEXT))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -173,29 +172,6 @@ def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone():
     assert torch.cosine_similarity(*(s.grads["conv.weight"].flatten() for s in (found, dense)), 0) > 0.9999
 
 
-def scaled(model: Model) -> nn.Module:
-    """Return a linear layer, a scale of each feature and a factor of each sample that another layer computes."""
-
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        y = model.scale * model.fc(x)
-        return y * torch.sigmoid(model.gate(y.mean(1, keepdim=True)))
-
-    fc, scale = Marked(nn.Linear(32, 64), mark("linear", 8, model)), nn.Parameter(torch.rand(64))
-    return Calls(forward, fc=fc, gate=nn.Linear(64, 64), scale=scale)
-
-
-@pytest.mark.integration
-def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_tensor_have_not():
-    model, x = scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
-    dense, found = pair(model, x)
-    of_products = [row for row in found.rows if row.readers == ("aten.mul",)]
-    assert [(row.name, row.bits) for row in of_products] == [("aten.addmm", 2), ("aten.mul", 8)]
-    assert of_products[0].stored_bytes == x.numel() * 2 // 32 * 10
-    assert torch.cosine_similarity(found.grads["scale"], dense.grads["scale"], 0) > 0.99
-    without = step(scaled(MODEL), x).rows
-    assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
-
-
 @pytest.mark.nightly
 def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     """Its share is of what is saved without it, so of packed values; gradients are those from packed values."""
@@ -308,33 +284,6 @@ def test_a_schedule_compiles_twice():
     assert counter.frame_count == 2
 
 
-def gated(model: Model = MODEL) -> nn.Module:
-    """Return what no layer is known for: a gate, a mask, an exponential, an output that is read in backward."""
-
-    def forward(model: nn.Module, x: Tensor) -> Tensor:
-        a, b = model.first(x.sin()).chunk(2, -1)
-        c = (a * b).masked_fill(a > 1, 0.0)
-        return model.last(c) * a.exp() * c * torch.cat([c[..., 32:], c[..., :32]], -1)
-
-    return Calls(forward, first=Marked(nn.Linear(64, 128), mark("linear", 4, model)), last=nn.Linear(64, 64))
-
-
-def test_what_no_layer_is_known_for():
-    found = step(gated(), torch.randn(4, 16, 64))
-    reasons = {row.name: row.reason for row in found.rows if row.how == "as it is"}
-    assert all("mask" in reasons[f"aten.{name}"] for name in ("masked_fill", "cat"))
-    split = next(row for row in found.rows if row.readers == ("aten.mul",) and row.how == "packed")
-    assert split.bits == 8
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("without_bits", [False, True])
-def test_what_unmarked_layers_read_and_what_has_no_bits_stays(without_bits):
-    unmarked = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
-    found = step(gated(Model(min_values=1024)) if without_bits else unmarked, torch.randn(4, 16, 64))
-    assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
-
-
 def test_an_output_stays():
     first, second = (Marked(nn.Linear(64, 64), mark("linear", 4)) for _ in range(2))
 
@@ -346,7 +295,7 @@ def test_an_output_stays():
     with CompiledPacking() as packing:
         sum(torch.compile(both, backend="aot_eager", fullgraph=True)(torch.randn(4, 16, 64))).sum().backward()
     assert [row.reason for row in packing.rows] == [
-        "it is an output, or shares the memory of one, which is retained anyway"
+        "it is an output, or shares the memory of one, so it stays in memory"
     ]
 
 

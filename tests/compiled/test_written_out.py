@@ -127,7 +127,7 @@ READS = [
 @pytest.mark.parametrize(
     ("attend", "query", "reason"),
     [
-        (written_out(), 0, "a rule leaves it as it is"),
+        (written_out(), 0, "a rule leaves it uncompressed"),
         (quotient, 8, "it is a quotient by a sum"),
         (lambda q, k, v: ((q @ k.mT).tril(9) / (s := q.mean().exp())).relu() * s @ v, 8, "its other factor has"),
         (lambda q, k, v: (masked(q @ k.mT) * q.mean()).softmax(-1) @ v, 8, "it is a softmax of masked scores"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -258,43 +257,6 @@ def test_a_tensor_written_to_after_it_was_saved_is_right_or_an_error(packed: boo
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-FOR_A_PARAMETER = {
-    "gamma * x": lambda x, gamma: gamma * x,
-    "x * gamma": lambda x, gamma: x * gamma,
-    "view": lambda x, gamma: x * gamma.view(1, 1, -1),
-    "addcmul": lambda x, gamma: torch.addcmul(x.sum(), gamma, x),
-    "16 bits": lambda x, gamma: x.bfloat16() * gamma,
-}
-NOT_ALONE = {
-    "layer_norm": lambda x, gamma: F.layer_norm(x, (64,), gamma),
-    "of two activations": lambda x, gamma: x * (x + gamma),
-}
-AS_THEY_ARE = {
-    "quotient": lambda x, gamma: x / gamma,
-    "the other quotient": lambda x, gamma: gamma / (x.square() + 0.1),
-    "clamp": lambda x, gamma: torch.clamp(x, max=gamma),
-    "prelu": lambda x, gamma: F.prelu(x.transpose(1, 2), gamma),
-    "maximum": torch.maximum,
-    "lerp": lambda x, gamma: torch.lerp(x, x.sin(), gamma),
-}
-
-
-@pytest.mark.parametrize("name", [*FOR_A_PARAMETER, *NOT_ALONE, *AS_THEY_ARE])
-def test_what_a_parameters_gradient_needs_alone_has_bits_of_its_own(name: str):
-    model, x = Runs((FOR_A_PARAMETER | NOT_ALONE | AS_THEY_ARE)[name], (64,)), activation()
-    expected = gradients(model, x)
-    with SavedTensorCompression(model, Keep(bits=8), min_values=256, parameter_bits=2) as saving:
-        for _ in range(2):  # the first decides
-            actual = gradients(model, x)
-    stored = {row.stored_bytes / row.count / math.prod(row.shape) for row in saving.rows}
-    if name not in AS_THEY_ARE:
-        assert stored == {0.25 + 2 / BLOCK} if name in FOR_A_PARAMETER else stored == {1 + 2 / BLOCK}
-    if name not in NOT_ALONE and name not in ("the other quotient", "lerp"):  # whose other factors are packed
-        torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0)
-    if name in AS_THEY_ARE:
-        assert saving.left
 
 
 def test_what_needs_more_bits_is_stored_again_and_what_needs_fewer_is_not():

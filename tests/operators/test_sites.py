@@ -1,4 +1,4 @@
-"""Which operation saves a tensor, decided for its site, for good; and which operations may read few bits."""
+"""Which operation saves a tensor, decided for its site, for good; masks and outliers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.codec.saved_ops import SAVED_OPS, Use
-from lightning_actprune.operators.readers import ATTENTION, READERS, is_masked, loses_values, use_of
+from lightning_actprune.codec.outliers import loses_values
+from lightning_actprune.operators.readers import is_masked
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compression import Runs, activation, gradients
-from tests.support.saving import nodes_of
 
 
 def through(function: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -95,25 +94,6 @@ def test_operations_may_be_added_and_taken_out_by_name():
             assert saving.rows[0].stored_bytes == 2 * 32 * 64 * 64 // 32 * (32 // 2 + 2)
     with pytest.raises(ValueError, match="got 5"):
         SavedTensorCompression(module, operations={"sin": 5})
-
-
-@pytest.mark.parametrize("divide", [torch.div, lambda x, s: x * (1 / s), lambda x, s: x * s**-1])
-def test_the_gradient_of_a_learned_step_is_exact(divide):
-    """Values are divided by it, rounded, and multiplied by it."""
-
-    def quantize(x: Tensor, step: Tensor) -> Tensor:
-        y = divide(x, step).clamp(-128, 127)
-        return (y + (y.round() - y).detach()) * step
-
-    module, x = nn.Sequential(nn.Linear(64, 64), Runs(quantize, (1,)), nn.Linear(64, 8)), torch.randn(512, 64)
-    module[1].weights[0].data.fill_(4 / 127)
-    step = lambda: gradients(module, x, lambda y: y.square().sum())[3]  # noqa: E731
-    expected = step()
-    for bits in (8, 2):
-        with SavedTensorCompression(module, min_values=256, parameter_bits=bits) as saving:
-            for _ in range(2):
-                torch.testing.assert_close(step(), expected, rtol=0, atol=0)
-        assert "mul" in {row.operation for row in saving.left}
 
 
 @pytest.mark.parametrize("fill", [-1e2, torch.finfo(torch.float32).min])
@@ -265,151 +245,6 @@ def test_what_was_decided_before_a_checkpoint_is_not_decided_again():
         for names in (["0"], ["0", "1"]):
             model(activation())
             assert [row.fqn for row in saving.rows] == names
-
-
-# What may read few bits is right, or off by no more than is said; outliers and masks are found.
-
-D = 0.01
-"""Largest error of what was saved."""
-
-
-def weights(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def bounded(slope: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the bound of a function whose derivative has that slope at most."""
-    return lambda x, g: slope * D * g.abs()
-
-
-def of_norm(dims: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    def bound(x: Tensor, g: Tensor) -> Tensor:
-        r = x.var(dims, correction=0, keepdim=True).add(1e-5).rsqrt()
-        z = (x - x.mean(dims, keepdim=True)) * r
-        return 2 * r * D * r * z.abs().amax(dims, keepdim=True) * g.abs().amax(dims, keepdim=True)
-
-    return bound
-
-
-def of_groups(x: Tensor, g: Tensor) -> Tensor:
-    return of_norm((2,))(x.view(8, 1, 64), g.view(8, 1, 64)).view(4, 2, 1).repeat_interleave(4, 1)
-
-
-W, ENDS = weights(16, 16), torch.tensor([8, 8, 20, 32], dtype=torch.int32)
-LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
-    "Mul": lambda x: x * weights(4, 8, 16).requires_grad_(),
-    "Mm": lambda x: x[0] @ W.clone().requires_grad_(),
-    "Bmm": lambda x: torch.bmm(x, weights(4, 16, 3).requires_grad_()),
-    "Addmm": lambda x: torch.addmm(weights(3), x[0], weights(16, 3).requires_grad_()),
-    "Baddbmm": lambda x: torch.baddbmm(weights(4, 8, 3), x, weights(4, 16, 3).requires_grad_()),
-    "Addbmm": lambda x: torch.addbmm(weights(8, 3), x, weights(4, 16, 3).requires_grad_()),
-    "Addmv": lambda x: torch.addmv(weights(8), x[0], weights(16).requires_grad_()),
-    "Mv": lambda x: x[0] @ weights(16).requires_grad_(),
-    "Dot": lambda x: torch.dot(x[0, 0], weights(16).requires_grad_()),
-    "Addr": lambda x: torch.addr(weights(16, 3), x[0, 0], weights(3).requires_grad_()),
-    "Addcmul": lambda x: torch.addcmul(weights(16), x, weights(16).requires_grad_()),
-    "Convolution": lambda x: F.conv1d(x, weights(3, 8, 3).requires_grad_()),
-    "Pow": lambda x: x.square(),
-    "LinalgVectorNorm": lambda x: torch.linalg.vector_norm(x, dim=-1),
-    "GroupedMm": lambda x: F.grouped_mm(x.view(32, 16), weights(4, 16, 8).float().requires_grad_(), offs=ENDS),
-}
-"""Gradients are linear in each tensor saved, so errors of mean zero stay so; the first of several is disturbed."""
-NOT_LINEAR: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "Pow": (lambda x: x.pow(3), lambda x, g: 3 * (2 * x.abs() * D + D**2) * g.abs()),
-    "Gelu": (F.gelu, bounded(0.80)),
-    "Gelu, tanh": (lambda x: F.gelu(x, approximate="tanh"), bounded(0.80)),
-    "Silu": (F.silu, bounded(0.50)),
-    "Mish": (F.mish, bounded(0.65)),
-    "Softplus": (F.softplus, bounded(0.25)),
-    "NativeLayerNorm": (lambda x: F.layer_norm(x, (16,)), of_norm((2,))),
-    "NativeGroupNorm": (lambda x: F.group_norm(x, 2), of_groups),
-    "NativeBatchNorm": (lambda x: F.batch_norm(x, None, None, training=True), of_norm((0, 2))),
-}  # fmt: skip
-SHAPE_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
-    "AvgPool2D": lambda x: F.avg_pool2d(x, 2),
-    "AvgPool3D": lambda x: F.avg_pool3d(x, 2),
-    "AdaptiveAvgPool2D": lambda x: F.adaptive_avg_pool2d(x, 3),
-    "AdaptiveAvgPool3D": lambda x: F.adaptive_avg_pool3d(x, 2),
-    "MaxPool2DWithIndices": lambda x: F.max_pool2d(x, 2),
-    "MaxPool3DWithIndices": lambda x: F.max_pool3d(x, 2),
-}
-ELSEWHERE = {"CudnnConvolution", "SlowConv2D", "Linear", "CudnnBatchNorm", "FusedRmsNorm"}
-"""Nodes that other devices, types or builds of torch make."""
-
-
-def disturbed_gradient(name: str, function: Callable[[Tensor], Tensor], x: Tensor, noise: Tensor | None) -> Tensor:
-    """Return the gradient of ``x`` if what is saved of it is off by ``noise``; the node of that name reads it."""
-    readers: list[str] = []
-
-    def unpack(kept: tuple[Tensor, bool]) -> Tensor:
-        tensor, is_x = kept
-        if not is_x:
-            return tensor
-        readers.append(torch._C._current_autograd_node().name())
-        return tensor + noise.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    leaf = x.clone().requires_grad_()
-    address = leaf.untyped_storage()._cdata
-    mark = lambda tensor: (tensor.detach(), noise is not None and tensor.untyped_storage()._cdata == address)  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(mark, unpack):
-        y = function(leaf)
-    torch.manual_seed(5)
-    outer = torch.randn(y.shape, dtype=y.dtype)
-    others = [node.variable for node in nodes_of(y) if hasattr(node, "variable")]
-    torch.autograd.backward([y], [outer], inputs=others)
-    found = [leaf.grad, *(other.grad for other in others if other is not leaf)]
-    assert noise is None or readers[0] == f"{name.split(',')[0]}Backward0"
-    return torch.cat([grad.flatten() for grad in found if grad is not None])
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_gradients_are_right_on_average(name: str):
-    dtype, near = (torch.float32, 1e-5) if name == "GroupedMm" else (torch.float64, 1e-12)
-    x, noise = weights(4, 8, 16).to(dtype), (D * weights(4, 8, 16).sin()).to(dtype)
-    exact, up, down = (disturbed_gradient(name, LINEAR[name], x, n) for n in (None, noise, -noise))
-    assert not torch.equal(up, exact)
-    torch.testing.assert_close((up + down) / 2, exact, rtol=near, atol=near)
-
-
-@pytest.mark.parametrize("name", NOT_LINEAR)
-def test_other_gradients_are_off_by_no_more_than_is_said(name: str):
-    function, bound = NOT_LINEAR[name]
-    x = 2 * weights(4, 8, 16)
-    exact = disturbed_gradient(name, function, x, None)
-    torch.manual_seed(5)
-    outer = torch.randn(4, 8, 16, dtype=torch.float64)
-    for seed in range(5):
-        noise = D * (2 * torch.rand(4, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1)
-        error = (disturbed_gradient(name, function, x, noise) - exact).view(4, 8, 16).abs()
-        assert error.max() > 0
-        assert (error <= 1.001 * bound(x, outer)).all()
-
-
-@pytest.mark.parametrize("name", SHAPE_ALONE)
-def test_pooling_reads_no_value(name: str):
-    x = weights(2, 4, 4, 4)
-    exact, made = (disturbed_gradient(name, SHAPE_ALONE[name], x, n) for n in (None, torch.full_like(x, 1e30)))
-    assert torch.equal(made, exact)
-
-
-def test_every_row_is_tested_and_names_nodes_and_arguments_of_backward_that_torch_has():
-    tested = {name.split(",")[0] for name in (*LINEAR, *NOT_LINEAR, *SHAPE_ALONE)} | ELSEWHERE
-    assert {f"{name}Backward0" for name in tested} == READERS - ATTENTION
-    names = {Use.QUERY: "query", Use.KEY: "key", Use.VALUE: "value", Use.ATTENDED: "out", Use.BOUNDED: "self, input"}
-    names[Use.SHAPE] = "self"
-    for row in SAVED_OPS:
-        assert all(hasattr(torch._C._functions, node) for node in row.node_names), row
-        for backward, uses in row.backward.items():
-            for place, name in [(place, names[use]) for place, use in uses.items() if use in names]:
-                assert getattr(torch.ops.aten, backward).default._schema.arguments[place].name in name, row
-
-
-def test_some_powers_and_norms_may_not():
-    x = torch.rand(8, requires_grad=True)
-    for y in (x.pow(2), x.pow(3), torch.linalg.vector_norm(x), F.gelu(x)):
-        assert use_of(y.grad_fn) is not Use.EXACT
-    for y in (x.pow(0.5), x.pow(-1), x.pow(4), x.pow(x), torch.linalg.vector_norm(x, 3), torch.sin(x), x / x):
-        assert use_of(y.grad_fn) is Use.EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

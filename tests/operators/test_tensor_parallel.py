@@ -194,7 +194,7 @@ def compiled(mesh: DeviceMesh) -> None:
     dense, ours = block(mesh, False), block(mesh, False)
     convert(ours, rules=EIGHT_BITS)
     with CompiledPacking() as packing:
-        mark_layers(ours, ours.q.owner, weight_gradients=True)
+        mark_layers(ours, ours.q.owner, unmarked_layers=True)
         actual = step(torch.compile(ours, backend="aot_eager"), x, torch.ones_like(x))
     expected = step(torch.compile(dense, backend="aot_eager"), x, torch.ones_like(x))
     assert torch.equal(actual["output"], expected["output"])
