@@ -143,27 +143,14 @@ def explain(error: BaseException | None) -> None:
 
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
 
 
-def caller() -> FrameType:
-    """Return the frame that called the operation that is saving something: the first that is not of this package."""
+def in_compiled_region() -> bool:
+    """Return whether a compiled region is saving something: the first caller that is not of this package runs one."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         if name != "torch.autograd.function" and not name.startswith(_PACKAGE):
             break
         frame = frame.f_back
-    return frame
-
-
-def runs_again(frame: FrameType, by: tuple[str, ...] = _RUNNING_AGAIN) -> bool:
-    """Return whether what is being saved is kept to compute something again.
-
-    A reentrant checkpoint keeps its input so, and a compiled region whatever its compiler chose.
-
-    Args:
-        frame: Who has called the operation.
-        by: Prefixes of the modules whose code does so.
-    """
-    return bool(frame.f_globals.get("__name__", "").startswith(by))
+    return bool(frame.f_globals.get("__name__", "").startswith(COMPILED))

@@ -8,7 +8,9 @@ values into is not packed, whatever it holds (``is_masked``).
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,8 +18,7 @@ from torch import Tensor
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.packed import pack, unpack
-from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, Use, is_exact, nodes_of, of_node
-from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.codec.saved_ops import Kind, Use, nodes_of, of_node
 
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -27,6 +28,7 @@ _LOST_SHARE = 1 / 4
 """Share of a block's values that may be off by more than half of themselves."""
 
 
+@functools.lru_cache(maxsize=1024)
 def operator_name(node: str) -> str:
     """Return the name of an autograd node in snake case: ``NativeLayerNormBackward0`` is ``native_layer_norm``."""
     return _CAPITAL.sub("_", _NODE.sub("", node)).lower()
@@ -38,10 +40,6 @@ ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
 VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)
 """Nodes of what holds the values of its input."""
-READERS = frozenset(
-    node for row in SAVED_OPS if isinstance(row.inputs, tuple) or not is_exact(row.inputs) for node in row.node_names
-)
-"""Nodes that may read what they saved in few bits, at least for some values of their arguments."""
 _MASKS = nodes_of(Kind.SETS_VALUES)
 _KEEP_MASKS = nodes_of(Kind.HOLDS_VALUES | Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
@@ -66,20 +64,25 @@ def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
     return row.inputs if isinstance(row.inputs, Use) else Use.BIAS
 
 
-def nodes_since(outputs: Any, number: int) -> dict[int, Any]:
-    """Return the nodes behind the tensors in ``outputs`` that are as new as ``number`` or newer, by their numbers.
+def nodes_since(tensors: Iterable[Tensor], number: int, names: dict[int, str]) -> dict[int, Any]:
+    """Return the nodes behind ``tensors`` that are as new as ``number`` or newer, by their numbers.
 
     Autograd numbers the nodes of a thread in the order in which they are made, so older ones lead to none that is new.
+
+    Args:
+        tensors: The tensors.
+        number: The number.
+        names: Names of the nodes that were looked at before, by their numbers, which are left out; new ones are added.
     """
-    found: dict[int, Any] = {}
-    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    nodes: dict[int, Any] = {}
+    waiting = [tensor.grad_fn for tensor in tensors]
     while waiting:
-        node = waiting.pop()
-        own = node._sequence_nr()
-        if own >= number and own not in found:
-            found[own] = node
-            waiting += [before for before, _ in node.next_functions if before is not None]
-    return found
+        node: Any = waiting.pop()
+        if node is None or (own := node._sequence_nr()) < number or own in names:
+            continue
+        nodes[own], names[own] = node, node.name()
+        waiting += [before for before, _ in node.next_functions]
+    return nodes
 
 
 def is_masked(tensor: Tensor) -> bool:

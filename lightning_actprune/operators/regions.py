@@ -22,8 +22,6 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import in_plain_eager_mode
 from lightning_actprune.codec.layout import Run, cut_rows, join_runs, memory_order
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, dequantize, quantize
-from lightning_actprune.codec.private import current_autograd_node
-from lightning_actprune.operators.readers import operator_name
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of pack and unpack hook."""
@@ -153,12 +151,14 @@ class QuantizedRegion:
         outer: The hooks around ours, ``None`` without any.
     """
 
-    __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer")
+    __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer", "site")
 
     def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
         values = quantize(as_read(region, layout), layout.block, bits)
         self._layout, self._dtype, self._bits = layout, region.dtype, bits
         self.nbytes, self.outer = values.nbytes, outer
+        self.site: Any = None
+        """Where the first of its readers saved it."""
         self._values: Any = values if outer is None else outer[0](values)
 
     def goes_to(self, outer: Hooks | None) -> bool:
@@ -172,43 +172,27 @@ class QuantizedRegion:
 
 
 class QuantizedView:
-    """A saved tensor of which the values are quantized, if its operation may read them so.
+    """A saved tensor of which the values are quantized, once its operation is known.
 
     Args:
         shape: Of the tensor.
         strides: Of the tensor when it is unpacked.
-        fqn: Name of the module that ran when it was saved.
-        may_read: Says of a node by its name whether it may read the values.
     """
 
-    __slots__ = ("_may_read", "_shape", "_strides", "fqn", "settle", "stored")
+    __slots__ = ("_shape", "_strides", "settle", "stored")
 
-    def __init__(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str, may_read: Callable[[str], bool]
-    ) -> None:
-        self._shape, self._strides, self.fqn, self._may_read = shape, strides, fqn, may_read
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self._shape, self._strides = shape, strides
         self.settle: Callable[[], None] | None = None
-        """Stores it as it is, if it is not known yet how."""
+        """Stores the tensor uncompressed, while its operation is not known."""
         self.stored: QuantizedRegion | Unchanged | None = None
-        """Its region of memory, which others may share; or the tensor as it is."""
+        """Its region of memory, which others may share; or the tensor uncompressed."""
 
     def tensor(self) -> Tensor:
-        """Return the tensor, unpacked anew.
-
-        Raises:
-            RuntimeError: If an operation reads it that may not.
-        """
+        """Return the tensor, unpacked anew."""
         if self.settle is not None:
             self.settle()
         assert self.stored is not None
         if isinstance(self.stored, Unchanged):
             return self.stored.tensor()
-        node: Any = current_autograd_node()
-        if node is not None and not self._may_read(node.name()):
-            raise RuntimeError(
-                f"{node.name()} would read in few bits what module {self.fqn!r} saved, where another operation was "
-                "when the module first ran; its gradient could be wrong. HINT: leave this module alone with a rule "
-                f"(`rules={{{self.fqn!r}: None}}`), or the operation everywhere "
-                f"(`rules={{'operation:{operator_name(node.name())}': None}}`)."
-            )
         return self.stored.unpack().as_strided(self._shape, self._strides)

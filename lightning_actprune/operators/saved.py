@@ -49,7 +49,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -68,28 +67,24 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
     unseen_by_compilers,
 )
-from lightning_actprune.codec.saved_ops import OUTLIER, SAVED_OPS, Facts, Policy, Use, storage_for
+from lightning_actprune.codec.saved_ops import OUTLIER, Facts, Policy, Use, storage_for
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.hooks import (
     MODULE_ATTRIBUTES,
     add_hooks,
-    caller,
     dropped_by_checkpoint,
     eager_modules,
     explain,
+    in_compiled_region,
     is_recomputation,
-    runs_again,
 )
 from lightning_actprune.operators.readers import (
     ATTENTION,
     PRODUCTS,
-    READERS,
     VIEWS_AND_CASTS,
     is_masked,
     loses_values,
-    operator_name,
-    use_of,
 )
 from lightning_actprune.operators.regions import (
     Hooks,
@@ -101,14 +96,20 @@ from lightning_actprune.operators.regions import (
     layout_of,
 )
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
-from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Operations, Site, Waiting, is_own_result
+from lightning_actprune.operators.sites import (
+    MAX_STEPS,
+    Decided,
+    Decision,
+    Operations,
+    Waiting,
+    is_own_result,
+    stream_of,
+)
 
 BITS_OF_SHAPE = min(BITS)
 """Bits of a tensor of which backward reads the shape alone: they are of no account."""
-_CHECKED = frozenset(
-    operator_name(node) for row in SAVED_OPS if row.inputs in (Use.LINEAR, Use.BOUNDED) for node in row.node_names
-)
-"""Operations for which outliers are looked for."""
+_JUDGED = Use.LINEAR.name, Use.BOUNDED.name
+"""Uses for which outliers are looked for."""
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
 PATIENCE = 16
@@ -232,6 +233,8 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.counts: list[int] = []
+        """How many operations have saved an activation in each of these calls."""
         self.hooks: OpenHooks | None = None
         self.outermost = ""
 
@@ -308,7 +311,6 @@ class SavedTensorCompression:
                 (name, check_bits(of, "operations") or 0) for name, of in sorted((operations or {}).items())
             ),
         )
-        self._decisions: dict[Site, Decision] = {}
         self.decided = Decided()
         self._forwards: Counter[str] = Counter()
         self._waits: Counter[str] = Counter()
@@ -396,11 +398,12 @@ class SavedTensorCompression:
             scope.outermost = self._names.get(module, "")
             scope.hooks = self._open(scope.outermost)
         scope.running.append(module)
+        scope.counts.append(0)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._scope.running
         if running and running[-1] is module:
-            running.pop()
+            running.pop(), self._scope.counts.pop()
             if output is None and sys.exc_info()[0] is not None:  # it raised
                 explain(sys.exc_info()[1])
                 if not running:
@@ -419,12 +422,13 @@ class SavedTensorCompression:
             return None
         self._forwards[outermost] += 1
         checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
-        operations = Operations(self._decide, outermost not in self.decided.settled, checked)
+        operations = Operations(self._store, self.decided.sites, outermost not in self.decided.settled, checked)
         return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
         scope = self._scope
         scope.running.clear()
+        scope.counts.clear()
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
             hooks.close(finish)
@@ -446,88 +450,83 @@ class SavedTensorCompression:
             return Unchanged(tensor, outer)
         if self._is_left_alone(tensor):
             return Unchanged(tensor, outer)
-        frame = caller()
-        layout = self._layout(tensor, frame)
-        if layout is None or tensor.untyped_storage()._cdata in self._unchanged:
+        layout = self._layout(tensor)
+        if layout is None:
             return self._retain(tensor, outer)
-        if is_own_result(tensor) and not is_attention_result(tensor):
-            return self._retain(tensor, outer)
-        site = Site(self._running_name(), frame.f_code, frame.f_lasti, saving.count - 1)
-        decision = self._decisions.get(site) or self._decision_before(site)
-        if decision is not None and operations.checked:
-            decision = self._checked(site, decision, tensor, layout)
-        if decision is not None and not decision.bits:
-            self._count_left(site.fqn, decision, tensor)
-            return self._retain(tensor, outer)
-        view = QuantizedView(tensor.shape, layout.dense_strides, site.fqn, self._may_read)
-        if decision is None:
-            operations.wait(site, view, tensor, layout, outer, len(self._scope.running))
-        else:
-            view.stored = self._quantized(tensor, layout, decision.bits, outer, site.fqn)
-        return view
+        scope, is_result = self._scope, is_own_result(tensor)
+        view = None
+        if not is_result or is_attention_result(tensor):
+            if saving.ordinal < 0:
+                saving.ordinal = scope.counts[-1]
+                scope.counts[-1] += 1
+            # Hooks around may ask who saves the tensor, and see that while it is saved alone.
+            is_compiled = outer is not None and in_compiled_region()
+            if not is_compiled and tensor.untyped_storage()._cdata not in self._unchanged:
+                view = QuantizedView(tensor.shape, layout.dense_strides)
+                module = scope.running[-1]
+                fqn = self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name
+                place, depth = saving.count - 1, len(scope.running)
+                version, stream = tensor._version, stream_of(tensor)
+                operations.wait(
+                    Waiting(saving, place, fqn, depth, view, tensor, layout, outer, is_result, version, stream)
+                )
+        operations.saw(tensor, len(scope.running))
+        return self._retain(tensor, outer) if view is None else view
 
-    def _decision_before(self, site: Site) -> Decision | None:
-        """Return what was decided before a checkpoint."""
-        known = self.decided.before.get(site.described) if self.decided.before else None
-        if known is not None:
-            self._decisions[site] = Decision(*known)
-        return self._decisions.get(site)
-
-    def _checked(self, site: Site, decision: Decision, tensor: Tensor, layout: Layout) -> Decision:
-        """Return the decision for a site, which outliers that have come since it was made change."""
-        if (
-            not decision.bits
-            or decision.operation not in _CHECKED
-            or self._policy.bits_by_rule(decision.operation) is not None
-            or _is_captured(tensor)
-            or not loses_values(as_read(tensor, layout), layout.block)
-        ):
-            return decision
-        warnings.warn(
-            f"What module {site.fqn!r} saves for {decision.operation!r} has outliers now that take all steps of their "
-            "block for themselves, as masks do. From now on it stays as it is; gradients may have been off since the "
-            f"last look at it, up to {CHECKED_EVERY} forwards ago. HINT: a rule leaves it alone from the start "
-            f"(`rules={{'operation:{decision.operation}': None}}`).",
-            stacklevel=2,
-        )
-        self._decisions[site] = changed = Decision(0, decision.operation, OUTLIER)
-        self.decided.sites[site.described] = changed
-        return changed
-
-    def _may_read(self, node: str) -> bool:
-        return node in READERS or bool(self._policy.bits_by_rule(operator_name(node)))
-
-    def _decide(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> None:
-        """Decide how what a site saves is kept, and keep so what waits for that."""
-        decision = self._decision(stay, nodes, operations)
-        if operations.watched:
-            self._decisions[stay.site] = decision
-            self.decided.sites[stay.site.described] = decision
-        else:  # who shares small tensors was not noted: the next forward decides
-            decision = Decision(0, decision.operation, "it was not there in the forward before")
-        address, tensor = stay.tensor.untyped_storage()._cdata, stay.tensor
+    def _store(self, stay: Waiting, decision: Decision | None, operations: Operations) -> None:
+        """Store a tensor at a site; the decision is ``None`` for a new one."""
+        decision, tensor = self._decide(stay, decision, operations), stay.tensor
+        address = tensor.untyped_storage()._cdata
         if decision.bits and tensor._version == stay.version and address not in self._unchanged:
-            stay.view.stored = self._quantized(tensor, stay.layout, decision.bits, stay.outer, stay.view.fqn)
+            stay.view.stored = self._quantized(stay, decision.bits)
             return
         if decision.reason:
-            self._count_left(stay.site.fqn, decision, tensor)
+            self._count_left(stay, decision)
         stay.view.stored = self._retain(tensor, stay.outer, stay.version)
 
-    def _decision(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> Decision:
-        node = nodes.get(stay.saving.number)
-        if node is None:
-            return Decision(0, "unknown", "its operation is not behind an output of its module")
-        name, use = operator_name(node.name()), use_of(node, stay.site.place, stay.is_result)
-        judged = use in (Use.LINEAR, Use.BOUNDED) and self._policy.bits_by_rule(name) is None
-        facts = self._facts(stay, nodes, operations) if judged else Facts()
-        storage = storage_for(name, use, facts, self._policy)
-        return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, name, storage.reason)
+    def _decide(self, stay: Waiting, decision: Decision | None, operations: Operations) -> Decision:
+        """Return how a tensor is stored: as was decided for its site, unless outliers came since."""
+        site = stay.site
+        assert site is not None
+        if decision is None:
+            operations.undecided = True
+            if not operations.watched:  # operations that share small tensors were not noted: the next forward decides
+                return Decision(0, "it was not there in the forward before")
+            decision = self.decided.sites[site] = self._judge(stay, operations)
+        elif (
+            operations.checked
+            and decision.bits
+            and site.use in _JUDGED
+            and self._policy.bits_by_rule(site.operation) is None
+            and not _is_captured(stay.tensor)
+            and loses_values(as_read(stay.tensor, stay.layout), stay.layout.block)
+        ):
+            warnings.warn(
+                f"What module {site.fqn!r} saves for {site.operation!r} now contains outliers that would destroy "
+                "precision, as masks do. It is saved uncompressed from now on; gradients may have been off since the "
+                f"last check, up to {CHECKED_EVERY} forwards ago. HINT: a rule leaves it uncompressed from the start "
+                f"(`rules={{'operation:{site.operation}': None}}`).",
+                stacklevel=2,
+            )
+            decision = self.decided.sites[site] = Decision(0, OUTLIER)
+        return decision
 
-    def _facts(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> Facts:
-        """Return what is known of a tensor; the one that waits for the device is asked for last."""
+    def _judge(self, stay: Waiting, operations: Operations) -> Decision:
+        """Return how a tensor is stored that is saved at a new site."""
+        site = stay.site
+        assert site is not None
+        if not site.node:
+            return Decision(0, "its operation is not behind an output of its module")
+        judged = site.use in _JUDGED and self._policy.bits_by_rule(site.operation) is None
+        facts = self._facts(stay, operations) if judged else Facts()
+        storage = storage_for(site.operation, Use[site.use], facts, self._policy)
+        return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, storage.reason)
+
+    def _facts(self, stay: Waiting, operations: Operations) -> Facts:
+        """Return what is known of a tensor; outliers, for which the host waits, are looked for last."""
         saving, tensor = stay.saving, stay.tensor
-        is_factor = nodes[saving.number].name() in PRODUCTS
-        if is_factor and operations.shares(stay, nodes):
+        is_factor = stay.site is not None and stay.site.node in PRODUCTS
+        if is_factor and operations.shares(stay):
             return Facts(has_step_as_factor=True)
         if is_masked(tensor):
             return Facts(is_masked=True)
@@ -546,9 +545,9 @@ class SavedTensorCompression:
         running = self._scope.running
         return not (self._left_alone.isdisjoint(running) and self._left_alone_itself.isdisjoint(running[-1:]))
 
-    def _layout(self, tensor: Tensor, frame: FrameType) -> Layout | None:
-        """Return how to read an activation, ``None`` of anything else; ``frame``: who called the operation."""
-        if not tensor.requires_grad or tensor.shape[-1:] == (1,) or runs_again(frame):
+    def _layout(self, tensor: Tensor) -> Layout | None:
+        """Return how to read an activation, ``None`` for anything else."""
+        if not tensor.requires_grad or tensor.shape[-1:] == (1,):
             return None
         return layout_of(tensor.shape, tensor.stride(), self._block_size)
 
@@ -561,34 +560,34 @@ class SavedTensorCompression:
             self.retained_twice_bytes += sum(packed.nbytes for packed in self._packed.all_of(address))
         return kept
 
-    def _quantized(self, tensor: Tensor, layout: Layout, bits: int, outer: Hooks | None, fqn: str) -> QuantizedRegion:
-        """Return the region of ``tensor`` in so many bits, as somebody has packed it already or packed now."""
-        stream, recording = place_of(tensor)
-        region = tensor.storage_offset(), layout.region, tensor.dtype, tensor._version, stream, recording
-        storage = tensor.untyped_storage()
-        for as_good in (bits, self._bits) if storage._cdata in self._packed else ():
-            known: QuantizedRegion | None = self._packed.find(storage._cdata, (*region, as_good))
-            if known is not None and known.goes_to(outer):
+    def _quantized(self, stay: Waiting, bits: int) -> QuantizedRegion:
+        """Return the region of a tensor in at least ``bits`` bits: as another reader has it, or packed now."""
+        tensor, outer = stay.tensor, stay.outer
+        storage, region = tensor.untyped_storage(), (tensor.storage_offset(), stay.layout.region, tensor.dtype)
+        name = *region, stay.version, *place_of(tensor)
+        for other in BITS if storage._cdata in self._packed else ():
+            known: QuantizedRegion | None = self._packed.find(storage._cdata, (*name, other))
+            if known is None or not known.goes_to(outer):
+                continue
+            if other >= bits:
                 return known
+            # The next forward stores it once, for both.
+            self.decided.sites[known.site] = self.decided.sites[known.site]._replace(bits=bits)
         packing.original = tensor
         try:
-            packed = QuantizedRegion(tensor, layout, bits, outer)
+            packed = QuantizedRegion(tensor, stay.layout, bits, outer)
         finally:
             packing.original = None
-        self._packed.add(StorageKey(storage), (*region, bits), packed)  # type: ignore[no-untyped-call]
-        self._count(fqn, tensor, packed.nbytes)
+        packed.site = stay.site
+        self._packed.add(StorageKey(storage), (*name, bits), packed)  # type: ignore[no-untyped-call]
+        self._count(stay.fqn, tensor, packed.nbytes)
         return packed
 
-    def _running_name(self) -> str:
-        running = self._scope.running
-        module = running[-1] if running else self._module
-        return self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name of its own
-
-    def _count_left(self, fqn: str, decision: Decision, tensor: Tensor) -> None:
-        key = fqn, decision.operation
-        row = self._left.setdefault(key, LeftRow(fqn, decision.operation, decision.reason))
+    def _count_left(self, stay: Waiting, decision: Decision) -> None:
+        operation = stay.site.operation if stay.site is not None else "unknown"
+        row = self._left.setdefault((stay.fqn, operation), LeftRow(stay.fqn, operation, decision.reason))
         row.count += 1
-        row.nbytes += tensor.nbytes
+        row.nbytes += stay.tensor.nbytes
 
     def _count(self, fqn: str, tensor: Tensor, stored_bytes: int) -> None:
         key = fqn, tensor.shape, tensor.dtype

@@ -1,29 +1,27 @@
-"""Which operation saves a tensor: it is found once the module around returns, and decided for good for its site.
+"""Which operation saves a tensor: a tensor waits until its operation can be seen, and is stored as that one bears.
 
-Hooks are given a tensor, and not told for whom. The operation's node is in the graph, though, once the module around
-returns: its number is known when it saves, since autograd numbers nodes in order, and it is found by that number behind
-the module's outputs. So what a *site* saves (an instruction in the code of a module, and how many tensors the operation
-has saved before) waits, as it is, in the first forward, until the module returns. Then it is decided how what this site
-saves is kept, for good, also after a checkpoint (``Decided``). In backward, the node that reads a packed tensor is
-asked for its name: if another operation has come to the site meanwhile, and may not read it, that is an error. What is
-not found (the graph of an output that nobody can see) stays as it is. What is written to while it waits is an error in
-backward, as without hooks.
+Saved-tensor hooks get a tensor, and are not told which operation saves it. Its node appears in the graph soon after,
+though: behind what the next operation saves, or behind what the module returns. Autograd numbers the nodes of a thread
+in order, and a node is made before it saves anything, so the newest number at that moment is the one to look for.
 
-The number also tells an operation's *results* from its inputs: its node is made before it saves anything, so it is the
-newest one of its thread, and that of an input is older.
+So a tensor is never stored by a guess: the name of its operation is known by then. What has to be remembered from one
+forward to the next is what takes a look at values, or at a whole forward: outliers, the learned step of a quantization
+(``codec.saved_ops.is_step``), and how many bits other readers of the same memory need. That is remembered for a
+``Site``: module, ordinal of the operation in the call of the module, name of the operation, and place of the tensor
+among those that it saves. A site that is new is judged once its module has returned. Where a forward skips an
+operation, the ordinals of later ones shift: then they are other sites, or sites of the same operation, and what is
+remembered of those is at worst an outlier that is looked for again later on (``operators.saved``).
 
-Who saves which small tensors is noted, and where the inverse of a parameter is a factor: by that the learned step of a
-quantization is known (``codec.saved_ops.is_step``).
+A tensor whose operation is not found (nobody can see its output) stays uncompressed. So does one that is read, or
+written to, while it waits; the latter is an error in backward, as without hooks.
+
+The number also tells an operation's *results* from its inputs, whose nodes are older.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,23 +29,23 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.private import get_sequence_nr, raw_stream
 from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
-from lightning_actprune.operators.readers import nodes_since
+from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
 from lightning_actprune.operators.regions import Hooks, Layout, QuantizedView, Unchanged
 
 MOST_SHARED = 2**16
-"""Values of a tensor below which it is noted who else saves it."""
+"""Operations that share a tensor are noted if it has fewer values."""
 _QUOTIENT = -1
-"""Stands for the number of the operation that has inverted a parameter."""
+"""Stands for the number of the operation that inverted a parameter."""
 _QUOTIENTS = nodes_of(Kind.QUOTIENT)
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
 
 def is_own_result(tensor: Tensor) -> bool:
-    """Return whether the operation that is saving ``tensor``, which has a history, has computed it.
+    """Return whether the operation that is saving ``tensor``, which has a history, computed it.
 
-    Its node was made before anything is saved, with the highest number so far; those of its inputs have lower ones. Of
-    operations that make several nodes before they save (``torch._foreach_exp``), only the last result is known.
+    Of operations that make several nodes before they save (``torch._foreach_exp``), only the last result is known.
     """
     node = tensor.grad_fn
     assert node is not None
@@ -73,138 +71,163 @@ def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
 
 
 class Site(NamedTuple):
-    """Where something is saved.
+    """Where a tensor is saved, in primitives: the same in each forward, and in a training that is resumed.
 
     Args:
-        fqn: Name of the module that runs.
-        code: The code that calls the operation.
-        instruction: The instruction in it.
-        place: How many tensors the operation has saved before.
+        fqn: Name of the innermost module with hooks that runs.
+        ordinal: How many operations saved an activation before, in this call of the module itself.
+        node: Name of the operation's node, ``""`` if it was not found.
+        use: How its backward uses the tensor.
+        place: How many tensors the operation saved before.
+        source: Name of the node that computed the tensor.
+        dims: Dimensions of the tensor, whose sizes may differ from batch to batch.
+        itemsize: Bytes of a value.
     """
 
     fqn: str
-    code: CodeType
-    instruction: int
+    ordinal: int
+    node: str
+    use: str
     place: int
+    source: str
+    dims: int
+    itemsize: int
 
     @property
-    def described(self) -> str:
-        """The same in another process, as long as the code and the version of torch are the same."""
-        code = self.code
-        same = torch.__version__, code.co_code, code.co_names, code.co_firstlineno
-        return f"{self.fqn}: {code.co_name} {zlib.crc32(repr(same).encode()):08x} +{self.instruction} #{self.place}"
+    def operation(self) -> str:
+        """Name of the operation (``"grid_sampler2_d"``), ``"unknown"`` if its node was not found."""
+        return operator_name(self.node) or "unknown"
 
 
 class Decision(NamedTuple):
-    """How what a site saves is kept.
+    """How a tensor is stored.
 
     Args:
-        bits: Bits of a value, 0 for the tensor as it is.
-        operation: Name of the operation.
-        reason: Why it is kept as it is, ``""`` if it is not.
+        bits: Bits of a value, 0 for uncompressed.
+        reason: Why it stays uncompressed, ``""`` if it does not.
     """
 
     bits: int
-    operation: str
     reason: str = ""
 
 
 @dataclass
 class Decided:
-    """What is known of a model's sites, in primitives: a resumed training goes on with it.
+    """What is remembered of a model's sites, for a checkpoint in primitives.
 
     Args:
-        sites: The decision for each site, as it is described.
-        settled: Names of the outermost modules of scopes in which nothing was undecided the last time.
-        before: The decisions that were made before a checkpoint.
+        sites: The decision for each site.
+        settled: Names of the outermost modules of scopes in which no site was new the last time.
     """
 
-    sites: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    sites: dict[Site, Decision] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    before: dict[str, tuple[int, str, str]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it fit for a checkpoint."""
-        return {"sites": {site: list(known) for site, known in self.sites.items()}, "settled": sorted(self.settled)}
+        """Return the state for a checkpoint."""
+        return {"sites": [[*site, *decision] for site, decision in self.sites.items()], "settled": sorted(self.settled)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what ``state_dict`` has returned."""
-        self.before = {site: (bits, operation, reason) for site, (bits, operation, reason) in state["sites"].items()}
-        self.sites |= self.before
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Restore what ``state_dict`` returned; return False if they are offsets in bytecode, as once."""
+        if isinstance(state["sites"], dict):
+            return not state["sites"]
+        self.sites |= {Site(*row[:-2]): Decision(*row[-2:]) for row in state["sites"]}
         self.settled |= set(state["settled"])
+        return True
 
 
-@dataclass
+@dataclass(slots=True)
 class Saving:
     """An operation that saves tensors.
 
     Args:
         number: Of its node.
-        count: How many it has saved.
+        ordinal: See ``Site``; -1 if it saved no activation.
+        count: How many tensors it saved.
         parameters: Values of the parameters among them.
         small: Addresses of the storages of the small tensors among them that need a gradient, with their values.
     """
 
     number: int
+    ordinal: int = -1
     count: int = 0
     parameters: list[int] = field(default_factory=list)
     small: list[tuple[int, int]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Waiting:
-    """A tensor that waits for its operation to be known.
+    """A tensor that waits until the node of its operation is found.
 
     Args:
-        site: Where it was saved.
-        saving: By whom.
+        saving: The operation.
+        place: How many tensors the operation saved before.
+        fqn: Name of the module that ran.
+        depth: How many modules run, of those whose outputs may lead to the operation.
         view: What the graph holds.
         tensor: The tensor.
         layout: How it is read.
-        version: Its version.
-        stream: Number of the stream on which it was saved.
         outer: The hooks around.
-        depth: How many modules run, of those whose outputs may lead to the operation.
+        is_result: Whether the operation computed the tensor.
+        version: Version of the tensor when it was saved.
+        stream: Number of the stream on which it was saved.
+        site: Where it was saved, ``None`` until the node is found.
     """
 
-    site: Site
     saving: Saving
+    place: int
+    fqn: str
+    depth: int
     view: QuantizedView
     tensor: Tensor
     layout: Layout
+    outer: Hooks | None
+    is_result: bool
     version: int
     stream: int
-    outer: Hooks | None
-    depth: int
+    site: Site | None = None
 
-    @property
-    def is_result(self) -> bool:
-        """Whether its operation has computed it."""
-        node = self.tensor.grad_fn
-        return node is not None and node._sequence_nr() == self.saving.number
+    def site_at(self, node: Any) -> Site:
+        """Return the site with the node of the operation, ``None`` for one that is not found."""
+        name = "" if node is None else node.name()
+        use = "" if node is None else use_of(node, self.place, self.is_result).name
+        source: Any = self.tensor.grad_fn
+        kind = self.tensor.dim(), self.tensor.element_size()
+        return Site(self.fqn, self.saving.ordinal, name, use, self.place, source.name(), *kind)
+
+    def leave(self) -> None:
+        """Leave the tensor uncompressed."""
+        self.view.settle, self.view.stored = None, Unchanged(self.tensor, self.outer, self.version)
 
 
 class Operations:
-    """What the operations of an open scope save.
+    """The operations of an open scope, and the tensors that wait for them.
 
     Args:
-        store: Keeps what waits, given the nodes that were found by their numbers.
-        watched: Whether it is noted which operations share small tensors, for new sites to be decided.
+        store: Stores a tensor whose operation is known, or will not be found, by the decision for its site, if any.
+        sites: The decisions.
+        watched: Whether operations that share small tensors are noted, to judge new sites.
         checked: Whether outliers are looked for again.
     """
 
     def __init__(
-        self, store: Callable[[Waiting, Mapping[int, Any], Operations], None], watched: bool, checked: bool
+        self,
+        store: Callable[[Waiting, Decision | None, Operations], None],
+        sites: Mapping[Site, Decision],
+        watched: bool,
+        checked: bool,
     ) -> None:
-        self._store, self.watched, self.checked = store, watched, checked
+        self._store, self._sites, self.watched, self.checked = store, sites, watched, checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
         self._waiting: list[Waiting] = []
+        self._names: dict[int, str] = {}
+        """Names of the nodes that were looked at, by their numbers."""
         self.undecided = False
-        """Whether something was saved at a site of which it was not known how."""
+        """Whether something was saved at a new site."""
 
     def saves(self, tensor: Tensor) -> Saving:
-        """Take note that an operation saves ``tensor``, and return it."""
+        """Note that an operation saves ``tensor``, and return the operation."""
         number = get_sequence_nr() - 1
         if number != self._saving.number:
             self._saving = Saving(number)
@@ -222,71 +245,86 @@ class Operations:
                 self._users.setdefault(step.untyped_storage()._cdata, set()).add(_QUOTIENT)
         return saving
 
-    def wait(
-        self, site: Site, view: QuantizedView, tensor: Tensor, layout: Layout, outer: Hooks | None, depth: int
-    ) -> None:
-        """Let ``tensor`` wait, as it is, until its operation is known."""
-        self.undecided = True
-        stay = Waiting(site, self._saving, view, tensor, layout, tensor._version, _stream(tensor), outer, depth)
-        view.settle = partial(self._leave_as_it_is, stay)
-        self._waiting.append(stay)
-
-    def shares(self, stay: Waiting, nodes: Mapping[int, Any]) -> bool:
-        """Return whether the factor with which what waits is multiplied may be the step of a quantization."""
+    def shares(self, stay: Waiting) -> bool:
+        """Return whether the factor with which the tensor is multiplied may be the step of a quantization."""
         for address, values in stay.saving.small:
             numbers = self._users[address] - {_QUOTIENT}
-            savers = (of_node(nodes[number].name()) if number in nodes else None for number in numbers)
+            savers = (of_node(self._names.get(number, "")) for number in numbers)
             if is_step(stay.tensor.numel(), values, savers, _QUOTIENT in self._users[address]):
                 return True
         return False
 
+    def wait(self, stay: Waiting) -> None:
+        """Let a tensor wait."""
+        stay.view.settle = stay.leave
+        self._waiting.append(stay)
+
+    def saw(self, tensor: Tensor, depth: int) -> None:
+        """Store what waits for an operation behind ``tensor``, if its site is known; ``depth`` modules run."""
+        if self._waiting and self._find([tensor]):
+            self._store_ready(depth)
+
     def returned(self, outputs: Any, depth: int, left: Callable[[], Any] = tuple) -> None:
-        """Keep what waits and whose operation is found behind the outputs of a module.
+        """Store what waits for an operation behind the outputs of a module.
 
         Args:
             outputs: What the module returned.
-            depth: How many modules run still; with none, all that waits is kept.
-            left: Returns where else modules may have left outputs, such as their attributes; asked with none running.
+            depth: How many modules run still; with none, all that waits is stored.
+            left: Returns where else modules may have left outputs, such as their attributes.
         """
-        inside = [stay for stay in self._waiting if stay.depth > depth and stay.view.settle is not None]
-        # What the graph holds has these hooks, and so this object: a tensor that stayed here would keep its own graph.
-        self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
-        if not inside:
+        if not self._waiting:
             return
-        first = min(stay.saving.number for stay in inside)
-        nodes = nodes_since(outputs, first)
-        if not depth and any(stay.saving.number not in nodes for stay in inside):
-            nodes |= nodes_since(left(), first)
-        for stay in inside:
-            node = nodes.get(stay.saving.number)
-            if node is None and depth:
-                stay.depth = depth  # the module around may return what this one has not
-                self._waiting.append(stay)
-                continue
-            stay.view.settle = None
-            with _on_stream(stay.tensor, stay.stream):
-                self._store(stay, nodes, self)
+        self._find(tensors_in(outputs))
+        if not depth:
+            lost = [stay for stay in self._waiting if stay.site is None]
+            if any(stay.site_at(None) not in self._sites for stay in lost):
+                self._find(tensors_in(left()))
+            for stay in lost:
+                stay.site = stay.site or stay.site_at(None)
+        self._store_ready(depth)
 
     def interrupted(self) -> None:
-        """Keep all that waits as it is: the next forward decides."""
+        """Leave all that waits uncompressed: the next forward decides."""
         waiting, self._waiting = self._waiting, []
         for stay in waiting:
             if stay.view.settle is not None:
-                self._leave_as_it_is(stay)
+                stay.leave()
 
-    def _leave_as_it_is(self, stay: Waiting) -> None:
-        """Keep what is read before its module returns."""
-        stay.view.settle = None
-        stay.view.stored = Unchanged(stay.tensor, stay.outer, stay.version)
+    def _find(self, tensors: Iterable[Tensor]) -> bool:
+        """Look behind tensors for the nodes of what waits; return whether there were any that are new."""
+        unknown = [stay for stay in self._waiting if stay.site is None]
+        if not unknown:
+            return False
+        nodes = nodes_since(tensors, unknown[0].saving.number, self._names)
+        for stay in unknown:
+            if stay.saving.number in nodes:
+                stay.site = stay.site_at(nodes[stay.saving.number])
+        return bool(nodes)
+
+    def _store_ready(self, depth: int) -> None:
+        """Store what waits at a known site, or in a module that returned; of one storage in the order of saving."""
+        # What the graph holds has these hooks, and so this object: a tensor that stayed here would keep its own graph.
+        waiting, self._waiting = self._waiting, []
+        held: set[int] = set()
+        for stay in waiting:
+            if stay.view.settle is None:  # it was read meanwhile
+                continue
+            address = stay.tensor.untyped_storage()._cdata
+            decision = None if stay.site is None else self._sites.get(stay.site)
+            is_ready = decision is not None or (stay.depth > depth and stay.site is not None)
+            if not is_ready or address in held:
+                stay.depth = min(stay.depth, depth)  # the module around may return what this one did not
+                held.add(address)
+                self._waiting.append(stay)
+                continue
+            stay.view.settle = None
+            if stay.stream == stream_of(stay.tensor):
+                self._store(stay, decision, self)
+            else:
+                with torch.cuda.stream(torch.cuda.ExternalStream(stay.stream, stay.tensor.device)):  # type: ignore[no-untyped-call]
+                    self._store(stay, decision, self)
 
 
-def _stream(tensor: Tensor) -> int:
+def stream_of(tensor: Tensor) -> int:
     """Return the number of the current stream, 0 without a GPU."""
     return raw_stream(tensor.device.index) if tensor.is_cuda else 0
-
-
-def _on_stream(tensor: Tensor, stream: int) -> AbstractContextManager[Any]:
-    """Return a context in which ``stream``, on which ``tensor`` was saved, is the current one."""
-    if _stream(tensor) == stream:
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, tensor.device))  # type: ignore[no-untyped-call]
