@@ -670,11 +670,19 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     if keep is None or keep.bits is None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
+    # Layers that a rule keeps dense; what attention saves outside its projections has rules of its own.
+    by_rule = {
+        fqn
+        for each in candidates(model)
+        if config.rule_of(each.fqns, each.operator) and config.keep_of(each.fqns, each.operator) is None
+        if next(each.layer.children(), None) is None
+        for fqn in each.fqns
+    }
     attached = model.__dict__[_SAVED] = _Attached(model.__dict__.get(_SAVED, {}))
     attached[owner] = SavedTensorCompression(
         model,
         keep,
-        dense=lambda fqn: config.keep_of([fqn], "saved") is None,
+        dense=lambda fqn: fqn in by_rule or config.keep_of([fqn], "saved") is None,
         parameter_bits=None if scale is None else scale.bits,
         operations=config.operations,
         attention=config.attention,

@@ -478,7 +478,11 @@ class ActivationPruning(TrainerCallback):
         if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
             self._convert(pl_module)
-        self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
+        if not self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict())):
+            rank_zero_warn(
+                "This checkpoint is of an older version, whose decisions about what operations save are ignored: the "
+                "next batch decides again, and the training is not the same bit for bit."
+            )
         if not decided:
             return None
         restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))

@@ -33,7 +33,7 @@ Name                                   Says                              Without
 ``_autograd._saved_tensors_hooks_...`` whether any may be opened         it is tried
 ``_autograd._get_sequence_nr``,        which operation saves something   no ``SavedTensorCompression`` (warning)
   ``Node._sequence_nr``
-``_current_autograd_node``             which operation reads something   the same, and no ``StepMemoryRecorder`` (error)
+``_current_autograd_node``             which operation reads something   no ``StepMemoryRecorder`` (error)
 ``_current_graph_task_id``             whether backward runs             whether an operation reads something; without
                                                                          that, as without ``_top_saved_...``
 ``_dynamo.eval_frame``'s strategies    keeps compilers out of hooks      they look for graphs there: slower, and
@@ -329,8 +329,8 @@ FOR_BACKWARD = (_NODE, _TASK) if {_NODE, _TASK} <= set(MISSING) else ()
 """What to know whether backward runs rests on: one of two, so none unless both are missing."""
 FOR_RECORDERS = (_TOP, *FOR_BACKWARD)
 """What to know, besides, which saved-tensor hooks are open rests on."""
-FOR_OPERATIONS = (*FOR_RECORDERS, *_SEQUENCE, _NODE)
-"""What to know which operation saves a tensor, and which one reads it, rests on."""
+FOR_OPERATIONS = (*FOR_RECORDERS, *_SEQUENCE)
+"""What to know which operation saves a tensor rests on."""
 FOR_NODES = (*FOR_RECORDERS, _NODE)
 """What to know which operation reads a tensor rests on."""
 
