@@ -50,6 +50,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,7 @@ from lightning_actprune.operators.regions import (
     Hooks,
     Layout,
     QuantizedRegion,
-    QuantizedView,
-    Unchanged,
+    Uncompressed,
     as_read,
     layout_of,
 )
@@ -101,9 +101,9 @@ from lightning_actprune.operators.sites import (
     Decided,
     Decision,
     Operations,
-    Waiting,
+    SavedActivation,
+    Site,
     is_own_result,
-    stream_of,
 )
 
 BITS_OF_SHAPE = min(BITS)
@@ -324,7 +324,8 @@ class SavedTensorCompression:
         self._handles: list[RemovableHandle] = []
         self._scope = _Scope()
         self._packed = Retainers()
-        self._unchanged = Retainers()
+        self._first_readers: WeakKeyDictionary[QuantizedRegion, Site] = WeakKeyDictionary()
+        self._uncompressed = Retainers()
         self.paused = False
         """Whether forwards save what they do without it."""
         self.reset()
@@ -443,51 +444,46 @@ class SavedTensorCompression:
                 self.decided.settled.add(name)
 
     @unseen_by_compilers
-    def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Unchanged | QuantizedView:
+    def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Uncompressed | SavedActivation:
         # This runs for everything that is saved: what most of it is spared by comes first.
         saving = operations.saves(tensor)
         if type(tensor) is not Tensor or tensor.numel() < self.min_values or tensor.dtype not in KERNEL_DTYPES:
-            return Unchanged(tensor, outer)
+            return Uncompressed(tensor, outer)
         if self._is_left_alone(tensor):
-            return Unchanged(tensor, outer)
+            return Uncompressed(tensor, outer)
         layout = self._layout(tensor)
         if layout is None:
             return self._retain(tensor, outer)
-        scope, is_result = self._scope, is_own_result(tensor)
-        view = None
+        scope, is_result, stay = self._scope, is_own_result(tensor), None
         if not is_result or is_attention_result(tensor):
             if saving.ordinal < 0:
                 saving.ordinal = scope.counts[-1]
                 scope.counts[-1] += 1
-            # Hooks around may ask who saves the tensor, and see that while it is saved alone.
+            # Hooks around may ask whether a compiled region saves the tensor, which shows only while it does.
             is_compiled = outer is not None and in_compiled_region()
-            if not is_compiled and tensor.untyped_storage()._cdata not in self._unchanged:
-                view = QuantizedView(tensor.shape, layout.dense_strides)
+            if not is_compiled and tensor.untyped_storage()._cdata not in self._uncompressed:
                 module = scope.running[-1]
                 fqn = self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name
                 place, depth = saving.count - 1, len(scope.running)
-                version, stream = tensor._version, stream_of(tensor)
-                operations.wait(
-                    Waiting(saving, place, fqn, depth, view, tensor, layout, outer, is_result, version, stream)
-                )
+                stay = SavedActivation(tensor, layout, saving, place, is_result, fqn, depth, outer)
+                operations.wait(stay)
         operations.saw(tensor, len(scope.running))
-        return self._retain(tensor, outer) if view is None else view
+        return self._retain(tensor, outer) if stay is None else stay
 
-    def _store(self, stay: Waiting, decision: Decision | None, operations: Operations) -> None:
+    def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:
         """Store a tensor at a site; the decision is ``None`` for a new one."""
         decision, tensor = self._decide(stay, decision, operations), stay.tensor
         address = tensor.untyped_storage()._cdata
-        if decision.bits and tensor._version == stay.version and address not in self._unchanged:
-            stay.view.stored = self._quantized(stay, decision.bits)
+        if decision.bits and tensor._version == stay.version and address not in self._uncompressed:
+            stay.store(self._quantized(stay, decision.bits))
             return
         if decision.reason:
             self._count_left(stay, decision)
-        stay.view.stored = self._retain(tensor, stay.outer, stay.version)
+        stay.store(self._retain(tensor, stay.outer, stay.version))
 
-    def _decide(self, stay: Waiting, decision: Decision | None, operations: Operations) -> Decision:
+    def _decide(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> Decision:
         """Return how a tensor is stored: as was decided for its site, unless outliers came since."""
         site = stay.site
-        assert site is not None
         if decision is None:
             operations.undecided = True
             if not operations.watched:  # operations that share small tensors were not noted: the next forward decides
@@ -511,10 +507,9 @@ class SavedTensorCompression:
             decision = self.decided.sites[site] = Decision(0, OUTLIER)
         return decision
 
-    def _judge(self, stay: Waiting, operations: Operations) -> Decision:
+    def _judge(self, stay: SavedActivation, operations: Operations) -> Decision:
         """Return how a tensor is stored that is saved at a new site."""
         site = stay.site
-        assert site is not None
         if not site.node:
             return Decision(0, "its operation is not behind an output of its module")
         judged = site.use in _JUDGED and self._policy.bits_by_rule(site.operation) is None
@@ -522,10 +517,10 @@ class SavedTensorCompression:
         storage = storage_for(site.operation, Use[site.use], facts, self._policy)
         return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, storage.reason)
 
-    def _facts(self, stay: Waiting, operations: Operations) -> Facts:
+    def _facts(self, stay: SavedActivation, operations: Operations) -> Facts:
         """Return what is known of a tensor; outliers, for which the host waits, are looked for last."""
         saving, tensor = stay.saving, stay.tensor
-        is_factor = stay.site is not None and stay.site.node in PRODUCTS
+        is_factor = stay.site.node in PRODUCTS
         if is_factor and operations.shares(stay):
             return Facts(has_step_as_factor=True)
         if is_masked(tensor):
@@ -551,16 +546,16 @@ class SavedTensorCompression:
             return None
         return layout_of(tensor.shape, tensor.stride(), self._block_size)
 
-    def _retain(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> Unchanged:
+    def _retain(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> Uncompressed:
         """Keep the tensor as it is, and know its storage as retained for as long as that is kept."""
-        kept, storage = Unchanged(tensor, outer, version), tensor.untyped_storage()
+        kept, storage = Uncompressed(tensor, outer, version), tensor.untyped_storage()
         address = storage._cdata
-        if address not in self._unchanged:
-            self._unchanged.add(StorageKey(storage), None, kept)  # type: ignore[no-untyped-call]
+        if address not in self._uncompressed:
+            self._uncompressed.add(StorageKey(storage), None, kept)  # type: ignore[no-untyped-call]
             self.retained_twice_bytes += sum(packed.nbytes for packed in self._packed.all_of(address))
         return kept
 
-    def _quantized(self, stay: Waiting, bits: int) -> QuantizedRegion:
+    def _quantized(self, stay: SavedActivation, bits: int) -> QuantizedRegion:
         """Return the region of a tensor in at least ``bits`` bits: as another reader has it, or packed now."""
         tensor, outer = stay.tensor, stay.outer
         storage, region = tensor.untyped_storage(), (tensor.storage_offset(), stay.layout.region, tensor.dtype)
@@ -572,19 +567,20 @@ class SavedTensorCompression:
             if other >= bits:
                 return known
             # The next forward stores it once, for both.
-            self.decided.sites[known.site] = self.decided.sites[known.site]._replace(bits=bits)
+            site = self._first_readers[known]
+            self.decided.sites[site] = self.decided.sites[site]._replace(bits=bits)
         packing.original = tensor
         try:
             packed = QuantizedRegion(tensor, stay.layout, bits, outer)
         finally:
             packing.original = None
-        packed.site = stay.site
+        self._first_readers[packed] = stay.site
         self._packed.add(StorageKey(storage), (*name, bits), packed)  # type: ignore[no-untyped-call]
         self._count(stay.fqn, tensor, packed.nbytes)
         return packed
 
-    def _count_left(self, stay: Waiting, decision: Decision) -> None:
-        operation = stay.site.operation if stay.site is not None else "unknown"
+    def _count_left(self, stay: SavedActivation, decision: Decision) -> None:
+        operation = stay.site.operation
         row = self._left.setdefault((stay.fqn, operation), LeftRow(stay.fqn, operation, decision.reason))
         row.count += 1
         row.nbytes += stay.tensor.nbytes
@@ -598,6 +594,6 @@ class SavedTensorCompression:
 
 
 @unseen_by_compilers
-def unpack_saved(kept: Unchanged | QuantizedView) -> Tensor:
+def unpack_saved(kept: Uncompressed | SavedActivation) -> Tensor:
     """Return what was saved: the unpack hook of every scope."""
-    return kept.tensor()
+    return kept.unpack()

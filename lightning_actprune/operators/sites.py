@@ -1,28 +1,25 @@
-"""Which operation saves a tensor: a tensor waits until its operation can be seen, and is stored as that one bears.
+"""Which operation saves a tensor: the tensor waits until its operation is known, and is stored as that one bears.
 
-Saved-tensor hooks get a tensor, and are not told which operation saves it. Its node appears in the graph soon after,
-though: behind what the next operation saves, or behind what the module returns. Autograd numbers the nodes of a thread
-in order, and a node is made before it saves anything, so the newest number at that moment is the one to look for.
+Saved-tensor hooks get a tensor, but not the operation that saves it. The node of the operation can be seen soon after,
+though: behind what a later operation saves, or behind what the module returns. Autograd numbers the nodes of a thread
+in order, and makes a node before it saves anything, so the newest number at that moment is that of the operation.
 
-So a tensor is never stored by a guess: the name of its operation is known by then. What has to be remembered from one
-forward to the next is what takes a look at values, or at a whole forward: outliers, the learned step of a quantization
-(``codec.saved_ops.is_step``), and how many bits other readers of the same memory need. That is remembered for a
-``Site``: module, ordinal of the operation in the call of the module, name of the operation, and place of the tensor
-among those that it saves. A site that is new is judged once its module has returned. Where a forward skips an
-operation, the ordinals of later ones shift: then they are other sites, or sites of the same operation, and what is
-remembered of those is at worst an outlier that is looked for again later on (``operators.saved``).
+No tensor is stored by a guess, then. What takes a look at values or at a whole forward is remembered for the next ones:
+outliers, the learned step of a quantization (``codec.saved_ops.is_step``), and the bits that other readers of the same
+memory need. It is remembered for a ``Site``, which has the name of the operation and its ordinal in the call of a
+module. A new site is judged when its module returns. If a forward skips an operation, ordinals shift: a tensor may then
+come to the site of an equal operation nearby, but the most that it can take from there is that it has no outliers, for
+which ``operators.saved`` looks again and again.
 
-A tensor whose operation is not found (nobody can see its output) stays uncompressed. So does one that is read, or
-written to, while it waits; the latter is an error in backward, as without hooks.
-
-The number also tells an operation's *results* from its inputs, whose nodes are older.
+A tensor whose operation is not found, since nobody can see its output, stays uncompressed. So does one that is read or
+written to while it waits; to read it after it was written to is an error, as without hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +28,7 @@ from lightning_actprune.codec.private import get_sequence_nr, raw_stream
 from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
-from lightning_actprune.operators.regions import Hooks, Layout, QuantizedView, Unchanged
+from lightning_actprune.operators.regions import Hooks, Layout, QuantizedRegion, Uncompressed
 
 MOST_SHARED = 2**16
 """Operations that share a tensor are noted if it has fewer values."""
@@ -54,7 +51,7 @@ def is_own_result(tensor: Tensor) -> bool:
 
 
 def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
-    """Return the parameters from which alone, and by a quotient, ``tensor`` is computed; none of any other tensor."""
+    """Return the parameters from which alone, by a quotient, ``tensor`` is computed; none for any other tensor."""
     inverse, leaves, waiting = False, list[Tensor](), [tensor.grad_fn]
     for _ in range(MAX_STEPS):
         if not waiting:
@@ -97,6 +94,9 @@ class Site(NamedTuple):
     def operation(self) -> str:
         """Name of the operation (``"grid_sampler2_d"``), ``"unknown"`` if its node was not found."""
         return operator_name(self.node) or "unknown"
+
+
+_NOWHERE = Site("", -1, "", "", 0, "", 0, 0)
 
 
 class Decision(NamedTuple):
@@ -156,63 +156,77 @@ class Saving:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A tensor that waits until the node of its operation is found.
+class SavedActivation:
+    """What the graph holds in place of an activation, which waits until the node of its operation is found.
 
     Args:
+        tensor: The activation, until it is stored.
+        layout: How it is read.
         saving: The operation.
         place: How many tensors the operation saved before.
+        is_result: Whether the operation computed the tensor.
         fqn: Name of the module that ran.
         depth: How many modules run, of those whose outputs may lead to the operation.
-        view: What the graph holds.
-        tensor: The tensor.
-        layout: How it is read.
         outer: The hooks around.
-        is_result: Whether the operation computed the tensor.
-        version: Version of the tensor when it was saved.
-        stream: Number of the stream on which it was saved.
-        site: Where it was saved, ``None`` until the node is found.
     """
 
-    saving: Saving
-    place: int
-    fqn: str
-    depth: int
-    view: QuantizedView
     tensor: Tensor
     layout: Layout
-    outer: Hooks | None
+    saving: Saving
+    place: int
     is_result: bool
-    version: int
-    stream: int
-    site: Site | None = None
+    fqn: str
+    depth: int
+    outer: Hooks | None
+    version: int = field(init=False)
+    stream: int = field(init=False)
+    shape: torch.Size = field(init=False)
+    site: Site = _NOWHERE
+    """Where it was saved, once the node is found."""
+    stored: QuantizedRegion | Uncompressed | None = None
+
+    def __post_init__(self) -> None:
+        self.version, self.stream, self.shape = self.tensor._version, _stream_of(self.tensor), self.tensor.shape
 
     def site_at(self, node: Any) -> Site:
-        """Return the site with the node of the operation, ``None`` for one that is not found."""
+        """Return the site for the node of the operation, ``None`` for one that is not found."""
         name = "" if node is None else node.name()
         use = "" if node is None else use_of(node, self.place, self.is_result).name
-        source: Any = self.tensor.grad_fn
-        kind = self.tensor.dim(), self.tensor.element_size()
-        return Site(self.fqn, self.saving.ordinal, name, use, self.place, source.name(), *kind)
+        tensor, source = self.tensor, cast(Any, self.tensor.grad_fn).name()
+        return Site(self.fqn, self.saving.ordinal, name, use, self.place, source, tensor.dim(), tensor.element_size())
+
+    def store(self, stored: QuantizedRegion | Uncompressed) -> None:
+        """Let go of the tensor."""
+        self.stored = stored
+        # What the graph holds has the hooks, and so what waits: the tensor would keep its own graph.
+        del self.tensor
 
     def leave(self) -> None:
         """Leave the tensor uncompressed."""
-        self.view.settle, self.view.stored = None, Unchanged(self.tensor, self.outer, self.version)
+        self.store(Uncompressed(self.tensor, self.outer, self.version))
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, unpacked anew."""
+        if self.stored is None:
+            self.leave()
+        values = cast(QuantizedRegion | Uncompressed, self.stored).unpack()
+        is_exact = isinstance(self.stored, Uncompressed)
+        return values if is_exact else values.as_strided(self.shape, self.layout.dense_strides)
 
 
 class Operations:
     """The operations of an open scope, and the tensors that wait for them.
 
     Args:
-        store: Stores a tensor whose operation is known, or will not be found, by the decision for its site, if any.
+        store: Stores a tensor by the decision for its site, ``None`` for a new one.
         sites: The decisions.
-        watched: Whether operations that share small tensors are noted, to judge new sites.
+        watched: Whether operations that share small tensors are noted, by which new sites are judged.
         checked: Whether outliers are looked for again.
     """
 
     def __init__(
         self,
-        store: Callable[[Waiting, Decision | None, Operations], None],
+        store: Callable[[SavedActivation, Decision | None, Operations], None],
         sites: Mapping[Site, Decision],
         watched: bool,
         checked: bool,
@@ -220,7 +234,7 @@ class Operations:
         self._store, self._sites, self.watched, self.checked = store, sites, watched, checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
-        self._waiting: list[Waiting] = []
+        self._waiting: list[SavedActivation] = []
         self._names: dict[int, str] = {}
         """Names of the nodes that were looked at, by their numbers."""
         self.undecided = False
@@ -245,7 +259,7 @@ class Operations:
                 self._users.setdefault(step.untyped_storage()._cdata, set()).add(_QUOTIENT)
         return saving
 
-    def shares(self, stay: Waiting) -> bool:
+    def shares(self, stay: SavedActivation) -> bool:
         """Return whether the factor with which the tensor is multiplied may be the step of a quantization."""
         for address, values in stay.saving.small:
             numbers = self._users[address] - {_QUOTIENT}
@@ -254,9 +268,8 @@ class Operations:
                 return True
         return False
 
-    def wait(self, stay: Waiting) -> None:
+    def wait(self, stay: SavedActivation) -> None:
         """Let a tensor wait."""
-        stay.view.settle = stay.leave
         self._waiting.append(stay)
 
     def saw(self, tensor: Tensor, depth: int) -> None:
@@ -276,23 +289,23 @@ class Operations:
             return
         self._find(tensors_in(outputs))
         if not depth:
-            lost = [stay for stay in self._waiting if stay.site is None]
+            lost = [stay for stay in self._waiting if stay.site is _NOWHERE]
             if any(stay.site_at(None) not in self._sites for stay in lost):
                 self._find(tensors_in(left()))
             for stay in lost:
-                stay.site = stay.site or stay.site_at(None)
+                stay.site = stay.site_at(None) if stay.site is _NOWHERE else stay.site
         self._store_ready(depth)
 
     def interrupted(self) -> None:
         """Leave all that waits uncompressed: the next forward decides."""
         waiting, self._waiting = self._waiting, []
         for stay in waiting:
-            if stay.view.settle is not None:
+            if stay.stored is None:
                 stay.leave()
 
     def _find(self, tensors: Iterable[Tensor]) -> bool:
         """Look behind tensors for the nodes of what waits; return whether there were any that are new."""
-        unknown = [stay for stay in self._waiting if stay.site is None]
+        unknown = [stay for stay in self._waiting if stay.site is _NOWHERE]
         if not unknown:
             return False
         nodes = nodes_since(tensors, unknown[0].saving.number, self._names)
@@ -303,28 +316,26 @@ class Operations:
 
     def _store_ready(self, depth: int) -> None:
         """Store what waits at a known site, or in a module that returned; of one storage in the order of saving."""
-        # What the graph holds has these hooks, and so this object: a tensor that stayed here would keep its own graph.
         waiting, self._waiting = self._waiting, []
         held: set[int] = set()
         for stay in waiting:
-            if stay.view.settle is None:  # it was read meanwhile
+            if stay.stored is not None:  # it was read meanwhile
                 continue
             address = stay.tensor.untyped_storage()._cdata
-            decision = None if stay.site is None else self._sites.get(stay.site)
-            is_ready = decision is not None or (stay.depth > depth and stay.site is not None)
+            decision = self._sites.get(stay.site)
+            is_ready = decision is not None or (stay.depth > depth and stay.site is not _NOWHERE)
             if not is_ready or address in held:
                 stay.depth = min(stay.depth, depth)  # the module around may return what this one did not
                 held.add(address)
                 self._waiting.append(stay)
                 continue
-            stay.view.settle = None
-            if stay.stream == stream_of(stay.tensor):
+            if stay.stream == _stream_of(stay.tensor):
                 self._store(stay, decision, self)
             else:
                 with torch.cuda.stream(torch.cuda.ExternalStream(stay.stream, stay.tensor.device)):  # type: ignore[no-untyped-call]
                     self._store(stay, decision, self)
 
 
-def stream_of(tensor: Tensor) -> int:
+def _stream_of(tensor: Tensor) -> int:
     """Return the number of the current stream, 0 without a GPU."""
     return raw_stream(tensor.device.index) if tensor.is_cuda else 0

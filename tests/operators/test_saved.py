@@ -228,7 +228,7 @@ def test_what_something_retains_as_it_is_stays_so():
             assert (80, 64) not in {row.shape for row in saving.rows}
         assert saving.retained_twice_bytes == 0
         y.sum().backward()
-        assert not saving._unchanged._storages
+        assert not saving._uncompressed._storages
 
 
 @pytest.mark.parametrize("stays", ["packed", "waiting", "a result"])

@@ -175,7 +175,7 @@ def test_nothing_is_kept_alive_and_no_cycle_is_made():
         with SavedTensorCompression(model, min_values=256) as saving:
             model(activation()).sum()
         assert not saving._packed._storages
-        assert not saving._unchanged._storages
+        assert not saving._uncompressed._storages
         assert [storage.expired() for storage in alive] == [True] * len(model)
     finally:
         gc.enable()
