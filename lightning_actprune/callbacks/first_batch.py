@@ -249,7 +249,7 @@ class FirstBatchProbe:
             self._will_probe = False
         if not self._will_probe:
             return
-        self.decisions.saved.settled.clear()  # tensors without a decision are kept, and would count as retained inputs
+        self.decisions.saved.quiet.clear()  # tensors at new sites stay uncompressed, and would count as retained inputs
         self._recomputations = RecomputationProbe(model, eagerly=self._skip_retained)
         self._recomputations.__enter__()
         if self._will_probe_energy:

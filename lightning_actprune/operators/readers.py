@@ -1,9 +1,9 @@
-"""What eager mode finds out about a tensor that an operation saves, for ``codec.saved_ops`` to judge.
+"""Facts about a tensor that an operation saves in eager mode, for ``codec.saved_ops`` to judge.
 
-What that says of errors is for blocks whose values are of one magnitude. Where an outlier takes all steps of its block
-for itself, as the -10,000 of a mask does among scores, the other values are lost, though their gradients may be all
-that counts (``loses_values``). A mask may be there in some batches only, so what ``masked_fill`` or ``where`` has put
-values into is not packed, whatever it holds (``is_masked``).
+Errors are small where the values of a block have one magnitude. An outlier, such as the -10,000 of a mask among scores,
+takes all steps of its block, and the other values are lost, though their gradients may be all that counts
+(``loses_values``). A mask may be there in some batches only, so what ``masked_fill`` or ``where`` put values into is
+not packed, whatever it holds (``is_masked``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_actprune.codec.saved_ops import Kind, Use, nodes_of, of_node
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SAMPLE = 2**20
-"""Values of a tensor in which outliers are looked for, the first of them: masks recur in each sample."""
+"""Outliers are looked for among so many values, the first of a tensor: masks recur in each sample."""
 _LOST_SHARE = 1 / 4
 """Share of a block's values that may be off by more than half of themselves."""
 
@@ -39,7 +39,7 @@ PRODUCTS = nodes_of(Kind.PRODUCT)
 ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
 VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)
-"""Nodes of what holds the values of its input."""
+"""Nodes of operations whose result holds the values of their input."""
 _MASKS = nodes_of(Kind.SETS_VALUES)
 _KEEP_MASKS = nodes_of(Kind.HOLDS_VALUES | Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
@@ -47,12 +47,12 @@ _MOST_NODES = 16
 
 
 def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
-    """Return how an autograd node uses a tensor that it saves.
+    """Return the use of a tensor that an autograd node saves.
 
     Args:
         node: The node.
-        place: How many tensors it has saved before.
-        is_result: Whether its operation has computed the tensor.
+        place: How many tensors it saved before.
+        is_result: Whether its operation computed the tensor.
     """
     row = of_node(node.name())
     if row is None or (row.only is not None and getattr(node, f"_saved_{row.only[0]}", None) not in row.only[1]):
@@ -67,12 +67,8 @@ def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
 def nodes_since(tensors: Iterable[Tensor], number: int, names: dict[int, str]) -> dict[int, Any]:
     """Return the nodes behind ``tensors`` that are as new as ``number`` or newer, by their numbers.
 
-    Autograd numbers the nodes of a thread in the order in which they are made, so older ones lead to none that is new.
-
-    Args:
-        tensors: The tensors.
-        number: The number.
-        names: Names of the nodes that were looked at before, by their numbers, which are left out; new ones are added.
+    Autograd numbers the nodes of a thread in order, so that no older node leads to a newer one. ``names`` has the nodes
+    that were visited before, by their numbers, which are not visited again; the new ones are added.
     """
     nodes: dict[int, Any] = {}
     waiting = [tensor.grad_fn for tensor in tensors]
@@ -86,7 +82,7 @@ def nodes_since(tensors: Iterable[Tensor], number: int, names: dict[int, str]) -
 
 
 def is_masked(tensor: Tensor) -> bool:
-    """Return whether values were put where a mask says, and nothing but views, sums and products came after that."""
+    """Return whether a mask put values into ``tensor``, before views, sums and products at most."""
     waiting, seen = [tensor.grad_fn], 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1
@@ -100,8 +96,7 @@ def is_masked(tensor: Tensor) -> bool:
 def loses_values(x: Tensor, block: int) -> bool:
     """Return whether a block of ``x`` would lose values to an outlier, or is not finite; waits for the device.
 
-    That is a block of which a quarter of the values that are not zero would be off by more than half of themselves if
-    they were stored in eight bits.
+    In such a block, stored in eight bits, more than a quarter of the values are off by more than half of themselves.
 
     Args:
         x: ``[samples, rows, length]``, values side by side in the last dimension.

@@ -110,8 +110,6 @@ _JUDGED = Use.LINEAR.name, Use.BOUNDED.name
 """Uses for which outliers are looked for."""
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
-PATIENCE = 16
-"""Forwards that are watched after one that was not and had new sites."""
 
 
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
@@ -292,9 +290,7 @@ class SavedTensorCompression:
         if not isinstance(keep, Keep):
             raise TypeError(f"`keep` must be a Keep, got {keep!r}. HINT: such as Keep(bits=8).")
         if keep.bits is None:
-            raise ValueError(
-                "`keep` must have `bits`: without, no tensor would be packed. HINT: Keep(bits=8)."
-            )
+            raise ValueError("`keep` must have `bits`: without, no tensor would be packed. HINT: Keep(bits=8).")
         self._block_size, self._bits = keep.block_size, keep.bits
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
         bits = dict.fromkeys(("saved", "query", "key", "value", "attended"), keep.bits) | dict(attention or {})
@@ -307,7 +303,6 @@ class SavedTensorCompression:
         )
         self.decided = Decided()
         self._forwards: Counter[str] = Counter()
-        self._waits: Counter[str] = Counter()
         self._loss_inside = loss_inside
         self._names = {m: plain_name(fqn) for fqn, m in module.named_modules()}
         left_alone = {m for m, fqn in self._names.items() if dense(fqn)}
@@ -416,7 +411,7 @@ class SavedTensorCompression:
             return None
         self._forwards[outermost] += 1
         checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
-        operations = Operations(self._store, self.decided.sites, outermost not in self.decided.settled, checked)
+        operations = Operations(self._store, self.decided.sites, not self.decided.is_settled(outermost), checked)
         return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
@@ -426,15 +421,7 @@ class SavedTensorCompression:
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
             hooks.close(finish)
-            operations, name = hooks.operations, scope.outermost
-            if operations.undecided:
-                self.decided.settled.discard(name)
-                if not operations.watched:
-                    self._waits[name] = PATIENCE
-            elif self._waits[name] > 0:  # these sites may not be in each forward
-                self._waits[name] -= 1
-            else:
-                self.decided.settled.add(name)
+            self.decided.end(scope.outermost, hooks.operations.undecided)
 
     @unseen_by_compilers
     def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Uncompressed | SavedActivation:

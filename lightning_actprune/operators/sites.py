@@ -17,6 +17,7 @@ written to while it waits; to read it after it was written to is an error, as wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -35,6 +36,8 @@ MOST_SHARED = 2**16
 _QUOTIENT = -1
 """Stands for the number of the operation that inverted a parameter."""
 _QUOTIENTS = nodes_of(Kind.QUOTIENT)
+PATIENCE = 16
+"""Forwards without a new site after which no new ones are expected: some operations run in few forwards."""
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
@@ -117,23 +120,31 @@ class Decided:
 
     Args:
         sites: The decision for each site.
-        settled: Names of the outermost modules of scopes in which no site was new the last time.
+        quiet: Forwards since the last new site, ``PATIENCE`` at most, by the name of the outermost module.
     """
 
     sites: dict[Site, Decision] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
+    quiet: Counter[str] = field(default_factory=Counter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"sites": [[*site, *decision] for site, decision in self.sites.items()], "settled": sorted(self.settled)}
+        return {"sites": [[*site, *decision] for site, decision in self.sites.items()], "quiet": dict(self.quiet)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Restore what ``state_dict`` returned; return False if they are offsets in bytecode, as once."""
-        if isinstance(state["sites"], dict):
+        if "quiet" not in state:
             return not state["sites"]
         self.sites |= {Site(*row[:-2]): Decision(*row[-2:]) for row in state["sites"]}
-        self.settled |= set(state["settled"])
+        self.quiet.update(state["quiet"])
         return True
+
+    def is_settled(self, outermost: str) -> bool:
+        """Return whether no new sites are expected."""
+        return self.quiet[outermost] >= PATIENCE
+
+    def end(self, outermost: str, was_new: bool) -> None:
+        """Note that a forward ended, and whether a site was new in it."""
+        self.quiet[outermost] = 0 if was_new else min(self.quiet[outermost] + 1, PATIENCE)
 
 
 @dataclass(slots=True)

@@ -101,7 +101,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_withou
         "skip_retained": True,
         "spread": {},
         "retained": {},
-        "saved": {"sites": [], "settled": []},
+        "saved": {"sites": [], "quiet": {}},
     }
     model = Net()
     with pytest.warns(UserWarning, match="Please add the following callbacks"):
