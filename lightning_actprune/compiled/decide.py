@@ -64,7 +64,7 @@ class Source:
     Args:
         node: The value.
         reads: All reads of it.
-        how: See ``compiled.joint_pass``; ``"as it is"`` until something else is decided.
+        how: See ``compiled.joint_pass``; ``"uncompressed"`` until something else is decided.
         way: How its values are packed.
         layout: How they are read for that.
         base: The packed value that it is computed again from, or an input that backward reads as it is.
@@ -74,7 +74,7 @@ class Source:
 
     node: Node
     reads: list[Read]
-    how: str = "as it is"
+    how: str = "uncompressed"
     way: Values | None = None
     layout: Layout | None = None
     base: Source | None = None
@@ -160,7 +160,7 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
             try:
                 _decide_one(joint, model, source, found)
             except Refused as why:
-                source.how, source.reason = "as it is", str(why)
+                source.how, source.reason = "uncompressed", str(why)
         if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
             base[node] = source
         elif found is not None:

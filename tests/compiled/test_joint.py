@@ -93,7 +93,7 @@ def test_forward_is_dense_and_gradients_are_close(make, autocast):
     assert all(torch.isfinite(grad).all() for grad in found.grads.values())
     assert any(not torch.equal(found.grads[name], grad) for name, grad in dense.grads.items())
     # What is kept is what the report says, and besides that small tensors, integers and the batch.
-    stays = [row for row in found.rows if row.how == "as it is"]
+    stays = [row for row in found.rows if row.how == "uncompressed"]
     reported = [tensor for tensor in found.kept if tensor.dtype == torch.uint8]
     assert nbytes(reported) == recounted(found.rows) - recounted(stays)
     others = [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024 and t.numel() != x.numel()]
@@ -321,7 +321,7 @@ def gated(model: Model = MODEL) -> nn.Module:
 
 def test_what_no_layer_is_known_for():
     found = step(gated(), torch.randn(4, 16, 64))
-    reasons = {row.name: row.reason for row in found.rows if row.how == "as it is"}
+    reasons = {row.name: row.reason for row in found.rows if row.how == "uncompressed"}
     assert all("mask" in reasons[f"aten.{name}"] for name in ("masked_fill", "cat"))
     split = next(row for row in found.rows if row.readers == ("aten.mul",) and row.how == "packed")
     assert split.bits == 8
@@ -332,7 +332,7 @@ def test_what_no_layer_is_known_for():
 def test_what_unmarked_layers_read_and_what_has_no_bits_stays(without_bits):
     unmarked = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
     found = step(gated(Model(min_values=1024)) if without_bits else unmarked, torch.randn(4, 16, 64))
-    assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
+    assert {row.how for row in found.rows if row.name != "linear"} == {"uncompressed"}
 
 
 def test_an_output_stays():
