@@ -400,8 +400,10 @@ class SavedTensorCompression:
             elif not running:
                 left = lambda: (args, *map(_attributes, module.modules()))  # noqa: E731
                 self._close(lambda operations: operations.returned(output, 0, left))
-            elif self._scope.hooks is not None:
-                self._scope.hooks.operations.returned(output, len(running))
+            elif (hooks := self._scope.hooks) is not None:
+                top = top_saved_tensors_hooks(False)
+                if top is not None and top[0] is hooks.pair[0]:  # a checkpoint would record what packing computes
+                    hooks.operations.returned(output, len(running))
 
     def _open(self, outermost: str) -> OpenHooks | None:
         if self.paused or not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or is_recomputation():

@@ -17,7 +17,6 @@ written to while it waits; to read it after it was written to is an error, as wi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -124,27 +123,27 @@ class Decided:
     """
 
     sites: dict[Site, Decision] = field(default_factory=dict)
-    quiet: Counter[str] = field(default_factory=Counter)
+    quiet: dict[str, int] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {"sites": [[*site, *decision] for site, decision in self.sites.items()], "quiet": dict(self.quiet)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore what ``state_dict`` returned; return False if they are offsets in bytecode, as once."""
+        """Restore a ``state_dict``; return False for one of older versions, whose sites are offsets in bytecode."""
         if "quiet" not in state:
             return not state["sites"]
         self.sites |= {Site(*row[:-2]): Decision(*row[-2:]) for row in state["sites"]}
-        self.quiet.update(state["quiet"])
+        self.quiet |= state["quiet"]
         return True
 
     def is_settled(self, outermost: str) -> bool:
         """Return whether no new sites are expected."""
-        return self.quiet[outermost] >= PATIENCE
+        return self.quiet.get(outermost, 0) >= PATIENCE
 
     def end(self, outermost: str, was_new: bool) -> None:
         """Note that a forward ended, and whether a site was new in it."""
-        self.quiet[outermost] = 0 if was_new else min(self.quiet[outermost] + 1, PATIENCE)
+        self.quiet[outermost] = 0 if was_new else min(self.quiet.get(outermost, 0) + 1, PATIENCE)
 
 
 @dataclass(slots=True)
@@ -203,7 +202,8 @@ class SavedActivation:
         """Return the site for the node of the operation, ``None`` for one that is not found."""
         name = "" if node is None else node.name()
         use = "" if node is None else use_of(node, self.place, self.is_result).name
-        tensor, source = self.tensor, cast(Any, self.tensor.grad_fn).name()
+        tensor, before = self.tensor, self.tensor.grad_fn  # None if it was detached in place meanwhile
+        source = "" if before is None else before.name()
         return Site(self.fqn, self.saving.ordinal, name, use, self.place, source, tensor.dim(), tensor.element_size())
 
     def store(self, stored: QuantizedRegion | Uncompressed) -> None:
