@@ -38,7 +38,7 @@ from lightning_actprune.analysis.first_batch import (
 )
 from lightning_actprune.codec.private import refusal
 from lightning_actprune.config import drops_blocks, shortened
-from lightning_actprune.operators.sites import Decided
+from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport
 
 _PATIENCE = 16
@@ -73,7 +73,7 @@ class Decisions:
         """Layers that became dense, with what keeps their input; ``None`` before a probe.
 
         Layers without a reason have kept nothing yet and are dense until they do."""
-        self.saved = Decided()
+        self.saved = SiteDecisions()
         """How tensors of other operations are kept, as first forwards decide."""
         self._decided: frozenset[str] = frozenset()
         self._trial_model: weakref.ref[nn.Module] | None = None

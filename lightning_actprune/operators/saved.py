@@ -79,28 +79,16 @@ from lightning_actprune.operators.hooks import (
     in_compiled_region,
     is_recomputation,
 )
-from lightning_actprune.operators.readers import (
-    ATTENTION,
-    PRODUCTS,
-    VIEWS_AND_CASTS,
-    is_masked,
-    loses_values,
-)
-from lightning_actprune.operators.regions import (
-    Hooks,
-    QuantizedRegion,
-    Uncompressed,
-    as_read,
-    layout_of,
-)
+from lightning_actprune.operators.readers import ATTENTION, PRODUCTS, VIEWS_AND_CASTS, is_masked, loses_values
+from lightning_actprune.operators.regions import Hooks, QuantizedRegion, Uncompressed, as_read, layout_of
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
 from lightning_actprune.operators.sites import (
     MAX_STEPS,
-    Decided,
     Decision,
     Operations,
     SavedActivation,
     Site,
+    SiteDecisions,
     is_own_result,
 )
 
@@ -301,7 +289,7 @@ class SavedTensorCompression:
                 (name, check_bits(of, "operations") or 0) for name, of in sorted((operations or {}).items())
             ),
         )
-        self.decided = Decided()
+        self.decisions = SiteDecisions()
         self._forwards: Counter[str] = Counter()
         self._loss_inside = loss_inside
         self._names = {m: plain_name(fqn) for fqn, m in module.named_modules()}
@@ -413,7 +401,7 @@ class SavedTensorCompression:
             return None
         self._forwards[outermost] += 1
         checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
-        operations = Operations(self._store, self.decided.sites, not self.decided.is_settled(outermost), checked)
+        operations = Operations(self._store, self.decisions.sites, not self.decisions.is_settled(outermost), checked)
         return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
@@ -423,7 +411,7 @@ class SavedTensorCompression:
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
             hooks.close(finish)
-            self.decided.end(scope.outermost, hooks.operations.undecided)
+            self.decisions.end(scope.outermost, hooks.operations.has_new_site)
 
     @unseen_by_compilers
     def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Uncompressed | SavedActivation:
@@ -471,12 +459,12 @@ class SavedTensorCompression:
         """Return the decision for the site of a tensor, which changes if outliers came since."""
         site = stay.site
         if decision is None:
-            operations.undecided = True
-            if not operations.watched:  # the next forward is
+            operations.has_new_site = True
+            if not operations.is_watched:  # the next forward is
                 return Decision(0, "it was not there in the forward before")
-            decision = self.decided.sites[site] = self._judge(stay, operations)
+            decision = self.decisions.sites[site] = self._judge(stay, operations)
         elif (
-            operations.checked
+            operations.is_checked
             and decision.bits
             and site.use in _JUDGED
             and self._policy.bits_by_rule(site.operation) is None
@@ -490,7 +478,7 @@ class SavedTensorCompression:
                 f"(`rules={{'operation:{site.operation}': None}}`).",
                 stacklevel=2,
             )
-            decision = self.decided.sites[site] = Decision(0, OUTLIER)
+            decision = self.decisions.sites[site] = Decision(0, OUTLIER)
         return decision
 
     def _judge(self, stay: SavedActivation, operations: Operations) -> Decision:
@@ -547,8 +535,8 @@ class SavedTensorCompression:
             if other >= bits:
                 return known
             site = self._first_readers[known]
-            if 0 < self.decided.sites[site].bits < bits:  # the next forward stores it once, for both
-                self.decided.sites[site] = Decision(bits)
+            if 0 < self.decisions.sites[site].bits < bits:  # the next forward stores it once, for both
+                self.decisions.sites[site] = Decision(bits)
         packing.original = tensor
         try:
             packed = QuantizedRegion(tensor, stay.layout, bits, outer)

@@ -114,7 +114,7 @@ class Decision(NamedTuple):
 
 
 @dataclass
-class Decided:
+class SiteDecisions:
     """What is remembered of a model's sites, for a checkpoint in primitives.
 
     Args:
@@ -141,9 +141,9 @@ class Decided:
         """Return whether no new sites are expected."""
         return self.quiet.get(outermost, 0) >= PATIENCE
 
-    def end(self, outermost: str, was_new: bool) -> None:
+    def end(self, outermost: str, has_new_site: bool) -> None:
         """Note that a forward ended, and whether a site was new in it."""
-        self.quiet[outermost] = 0 if was_new else min(self.quiet.get(outermost, 0) + 1, PATIENCE)
+        self.quiet[outermost] = 0 if has_new_site else min(self.quiet.get(outermost, 0) + 1, PATIENCE)
 
 
 @dataclass(slots=True)
@@ -231,24 +231,24 @@ class Operations:
     Args:
         store: Stores a tensor by the decision for its site, ``None`` for a new one.
         sites: The decisions.
-        watched: Whether operations that share small tensors are noted, by which new sites are judged.
-        checked: Whether outliers are looked for again.
+        is_watched: Whether operations that share small tensors are noted, by which new sites are judged.
+        is_checked: Whether outliers are looked for again.
     """
 
     def __init__(
         self,
         store: Callable[[SavedActivation, Decision | None, Operations], None],
         sites: Mapping[Site, Decision],
-        watched: bool,
-        checked: bool,
+        is_watched: bool,
+        is_checked: bool,
     ) -> None:
-        self._store, self._sites, self.watched, self.checked = store, sites, watched, checked
+        self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
         self._waiting: list[SavedActivation] = []
         self._names: dict[int, str] = {}
         """Names of the nodes that were looked at, by their numbers."""
-        self.undecided = False
+        self.has_new_site = False
         """Whether something was saved at a new site."""
 
     def saves(self, tensor: Tensor) -> Saving:
@@ -260,7 +260,7 @@ class Operations:
         saving.count += 1
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             saving.parameters.append(tensor.numel())
-        is_small = self.watched and tensor.requires_grad and tensor.numel() < MOST_SHARED
+        is_small = self.is_watched and tensor.requires_grad and tensor.numel() < MOST_SHARED
         if is_small and (tensor.grad_fn is None or not is_own_result(tensor)):
             address = tensor.untyped_storage()._cdata
             saving.small.append((address, tensor.numel()))

@@ -306,7 +306,7 @@ def test_what_readers_of_different_bits_save_is_stored_once_with_the_most_bits()
                 assert packed(saving) - before == count
             assert sum(row.stored_bytes for row in saving.rows) - nbytes == STORED
             resumed = SavedTensorCompression(model, min_values=256, parameter_bits=4)
-            resumed.decided.load_state_dict(saving.decided.state_dict())
+            resumed.decisions.load_state_dict(saving.decisions.state_dict())
         with resumed:
             torch.testing.assert_close(gradients(model, x), found, rtol=0, atol=0)
         for gradient, exact in zip(found, expected, strict=True):

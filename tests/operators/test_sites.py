@@ -184,7 +184,7 @@ def test_outliers_that_come_later_are_found():
         assert torch.equal(torch.autograd.grad(y.sum(), masked)[0], exact[1])
         assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], exact[0])
         assert [(row.operation, row.count) for row in saving.left] == [("pow", 2)]
-    ((site, decision),) = saving.decided.sites.items()
+    ((site, decision),) = saving.decisions.sites.items()
     assert site.operation == "pow"
     assert decision.bits == 0
 
@@ -197,11 +197,11 @@ def test_outliers_are_looked_for_now_and_then():
             for _ in range(254):
                 module(x)
             module(with_outliers(x))  # which is the 255th
-        state = saving.decided.state_dict()
+        state = saving.decisions.state_dict()
         with pytest.warns(UserWarning, match="outliers"):
             module(with_outliers(x))
     with SavedTensorCompression(module, min_values=256) as resumed:
-        resumed.decided.load_state_dict(state)
+        resumed.decisions.load_state_dict(state)
         with pytest.warns(UserWarning, match="outliers"):
             module(with_outliers(x))
 
@@ -290,18 +290,18 @@ def test_what_was_decided_before_a_checkpoint_is_not_decided_again():
     for at_first in (x, activation()):
         with SavedTensorCompression(model, min_values=256) as saving:
             model(at_first)
-            states.append(saving.decided.state_dict())
+            states.append(saving.decisions.state_dict())
             assert len(saving.rows) == (0 if at_first is x else 2)
     assert states == json.loads(json.dumps(states))
     for state, count in zip(states, (0, 2), strict=True):
         with SavedTensorCompression(model, min_values=256) as saving:
-            saving.decided.load_state_dict(state)
+            saving.decisions.load_state_dict(state)
             model(activation())
             assert sum(row.count for row in saving.rows) == count
-            assert saving.decided.state_dict() == state | {"quiet": {"(root)": 1}}
+            assert saving.decisions.state_dict() == state | {"quiet": {"(root)": 1}}
     sites = [row for row in state["sites"] if row[0] == "0"]
     with SavedTensorCompression(model, min_values=256) as saving:
-        saving.decided.load_state_dict({"sites": sites, "quiet": {"(root)": 16}})
+        saving.decisions.load_state_dict({"sites": sites, "quiet": {"(root)": 16}})
         for names in (["0"], ["0", "1"]):
             model(activation())
             assert [row.fqn for row in saving.rows] == names
