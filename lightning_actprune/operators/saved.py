@@ -59,7 +59,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
-from lightning_actprune.codec.pack_cache import Retainers, StorageKey, place_of
+from lightning_actprune.codec.pack_cache import Retainers, StorageKey
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
     refusal,
@@ -437,8 +437,7 @@ class SavedTensorCompression:
                 fqn = self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name
                 place, depth = saving.count - 1, len(scope.running)
                 stay = SavedActivation(tensor, layout, saving, place, is_result, fqn, depth, outer)
-                operations.wait(stay)
-        operations.saw(tensor, len(scope.running))
+        operations.look_behind(tensor, len(scope.running), stay)
         return self._retain(tensor, outer) if stay is None else stay
 
     def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:
@@ -527,7 +526,7 @@ class SavedTensorCompression:
         """Return the region of a tensor in at least ``bits`` bits: as another reader has it, or packed now."""
         tensor, outer = stay.tensor, stay.outer
         storage, region = tensor.untyped_storage(), (tensor.storage_offset(), stay.layout.region, tensor.dtype)
-        name = *region, stay.version, *place_of(tensor)
+        name = *region, stay.version, *stay.stream
         for other in BITS if storage._cdata in self._packed else ():
             known: QuantizedRegion | None = self._packed.find(storage._cdata, (*name, other))
             if known is None or not known.goes_to(outer):

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.private import get_sequence_nr, raw_stream
+from lightning_actprune.codec.pack_cache import place_of
+from lightning_actprune.codec.private import get_sequence_nr
 from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
@@ -189,14 +190,15 @@ class SavedActivation:
     depth: int
     outer: Hooks | None
     version: int = field(init=False)
-    stream: int = field(init=False)
+    stream: tuple[int, bool] = field(init=False)
+    """The stream on which it was saved, and whether that was recorded."""
     shape: torch.Size = field(init=False)
     site: Site = _NOWHERE
     """Where it was saved, once the node is found."""
     stored: QuantizedRegion | Uncompressed | None = None
 
     def __post_init__(self) -> None:
-        self.version, self.stream, self.shape = self.tensor._version, _stream_of(self.tensor), self.tensor.shape
+        self.version, self.stream, self.shape = self.tensor._version, place_of(self.tensor), self.tensor.shape
 
     def site_at(self, node: Any) -> Site:
         """Return the site for the node of the operation, ``None`` for one that is not found."""
@@ -279,12 +281,16 @@ class Operations:
                 return True
         return False
 
-    def wait(self, stay: SavedActivation) -> None:
-        """Let a tensor wait."""
-        self._waiting.append(stay)
+    def look_behind(self, tensor: Tensor, depth: int, stay: SavedActivation | None) -> None:
+        """Store what waits for an operation behind a saved tensor, if its site is known.
 
-    def saw(self, tensor: Tensor, depth: int) -> None:
-        """Store what waits for an operation behind ``tensor``, if its site is known; ``depth`` modules run."""
+        Args:
+            tensor: The tensor.
+            depth: How many modules run.
+            stay: The tensor, if it has to wait itself.
+        """
+        if stay is not None:
+            self._waiting.append(stay)
         if self._waiting and self._find([tensor]):
             self._store_ready(depth)
 
@@ -315,15 +321,15 @@ class Operations:
                 stay.leave()
 
     def _find(self, tensors: Iterable[Tensor]) -> bool:
-        """Look behind tensors for the nodes of what waits; return whether there were any that are new."""
+        """Find nodes of what waits behind tensors; return whether there are any."""
         unknown = [stay for stay in self._waiting if stay.site is _NOWHERE]
         if not unknown:
             return False
         nodes = nodes_since(tensors, unknown[0].saving.number, self._names)
-        for stay in unknown:
-            if stay.saving.number in nodes:
-                stay.site = stay.site_at(nodes[stay.saving.number])
-        return bool(nodes)
+        known = [stay for stay in unknown if stay.saving.number in nodes]
+        for stay in known:
+            stay.site = stay.site_at(nodes[stay.saving.number])
+        return bool(known)
 
     def _store_ready(self, depth: int) -> None:
         """Store what waits at a known site, or in a module that returned; of one storage in the order of saving."""
@@ -340,13 +346,8 @@ class Operations:
                 held.add(address)
                 self._waiting.append(stay)
                 continue
-            if stay.stream == _stream_of(stay.tensor):
+            if not stay.tensor.is_cuda or stay.stream[0] == place_of(stay.tensor)[0]:
                 self._store(stay, decision, self)
             else:
-                with torch.cuda.stream(torch.cuda.ExternalStream(stay.stream, stay.tensor.device)):  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(torch.cuda.ExternalStream(stay.stream[0], stay.tensor.device)):  # type: ignore[no-untyped-call]
                     self._store(stay, decision, self)
-
-
-def _stream_of(tensor: Tensor) -> int:
-    """Return the number of the current stream, 0 without a GPU."""
-    return raw_stream(tensor.device.index) if tensor.is_cuda else 0
