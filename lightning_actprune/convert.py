@@ -670,6 +670,7 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     if keep is None or keep.bits is None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
+    # What attention saves outside its projections has rules of its own.
     operators = ((fqns, layer, operator_of(layer)) for fqns, layer in layers(model))
     dense = {
         fqn

@@ -32,11 +32,11 @@ from lightning_actprune.analysis.recorder import (
     input_layers,
 )
 from lightning_actprune.analysis.step_memory import StepMemory
-from lightning_actprune.codec.private import COMPILED, FOR_FAKES, refusal
+from lightning_actprune.codec.private import FOR_FAKES, refusal
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.base import Converted
-from lightning_actprune.operators.hooks import caller, is_recomputation, runs_again
+from lightning_actprune.operators.hooks import in_compiled_region, is_recomputation
 from lightning_actprune.report import (
     as_text,
     cut_rows,
@@ -248,7 +248,7 @@ class SavedTensorMeter(SavedTensorRecorder):
             packed[saved.key] = saved.nbytes
             return
         self._other[saved.key] = saved.nbytes
-        if runs_again(caller(), (COMPILED,)):
+        if in_compiled_region():
             self._compiled_bytes += saved.nbytes
 
 

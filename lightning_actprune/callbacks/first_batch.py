@@ -38,7 +38,7 @@ from lightning_actprune.analysis.first_batch import (
 )
 from lightning_actprune.codec.private import refusal
 from lightning_actprune.config import drops_blocks, shortened
-from lightning_actprune.operators.sites import Decided
+from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport
 
 _PATIENCE = 16
@@ -73,7 +73,7 @@ class Decisions:
         """Layers that became dense, with what keeps their input; ``None`` before a probe.
 
         Layers without a reason have kept nothing yet and are dense until they do."""
-        self.saved = Decided()
+        self.saved = SiteDecisions()
         """How tensors of other operations are kept, as first forwards decide."""
         self._decided: frozenset[str] = frozenset()
         self._trial_model: weakref.ref[nn.Module] | None = None
@@ -249,7 +249,7 @@ class FirstBatchProbe:
             self._will_probe = False
         if not self._will_probe:
             return
-        self.decisions.saved.settled.clear()  # tensors without a decision are kept, and would count as retained inputs
+        self.decisions.saved.quiet.clear()  # tensors at new sites stay uncompressed, and would count as retained inputs
         self._recomputations = RecomputationProbe(model, eagerly=self._skip_retained)
         self._recomputations.__enter__()
         if self._will_probe_energy:

@@ -53,7 +53,7 @@ from lightning_actprune.convert import (
     revert,
 )
 from lightning_actprune.operators.hooks import explain
-from lightning_actprune.operators.sites import Decided
+from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport, describe_conversion, tabulate_conversion
 from lightning_actprune.schedules import SparsitySchedule
 
@@ -393,7 +393,7 @@ class ActivationPruning(TrainerCallback):
             self._report = run_check(convert_layers, pl_module, config, self._owner)
         self._decisions.apply(pl_module, self._report)
         compression = find_hooks(pl_module, self._owner)
-        self._decisions.saved = Decided() if compression is None else compression.decided
+        self._decisions.saved = SiteDecisions() if compression is None else compression.decisions
         self._find_layers(pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Decision | None:
@@ -478,7 +478,11 @@ class ActivationPruning(TrainerCallback):
         if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
             self._convert(pl_module)
-        self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
+        if not self._decisions.saved.load_state_dict(then.get("saved", SiteDecisions().state_dict())):
+            rank_zero_warn(
+                "This checkpoint is of an older version, whose decisions about what operations save are ignored: the "
+                "next batch decides again, and the training is not the same bit for bit."
+            )
         if not decided:
             return None
         restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))

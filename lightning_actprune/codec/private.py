@@ -33,7 +33,7 @@ Name, in ``torch._C`` or as given      What it tells or does             Without
 ``_autograd._saved_tensors_hooks_...`` May hooks be opened?              It is tried.
 ``_autograd._get_sequence_nr``,        Which operation saves a tensor?   ``SavedTensorCompression`` is off (warning).
   ``Node._sequence_nr``
-``_current_autograd_node``             Which operation reads a tensor?   The same; no ``StepMemoryRecorder`` (error).
+``_current_autograd_node``             Which operation reads a tensor?   No ``StepMemoryRecorder`` (error)
 ``_current_graph_task_id``             Does backward run?                Does an operation read a tensor? If that is
                                                                          missing too: as without ``_top_saved_...``
 ``_dynamo.eval_frame`` (three)         Keep compilers out of hooks       Compilers trace hooks (slower, warnings).
@@ -328,10 +328,10 @@ FOR_BACKWARD = (_NODE, _TASK) if {_NODE, _TASK} <= set(MISSING) else ()
 """Names needed to know whether backward runs: either of two is enough."""
 FOR_RECORDERS = (_TOP, *FOR_BACKWARD)
 """Names needed to know, in addition, which saved-tensor hooks are open."""
+FOR_OPERATIONS = (*FOR_RECORDERS, *_SEQUENCE)
+"""Names needed to know which operation saves a tensor."""
 FOR_NODES = (*FOR_RECORDERS, _NODE)
 """Names needed to know which operation reads a tensor."""
-FOR_OPERATIONS = (*FOR_NODES, *_SEQUENCE)
-"""Names needed to know, in addition, which operation saves a tensor."""
 
 # === Trees of tensors, and tensors without values =====================================================
 

@@ -64,7 +64,7 @@ class Source:
     Args:
         node: The value.
         reads: All reads of it.
-        how: See ``compiled.joint_pass``; ``"as it is"`` before the decision.
+        how: See ``compiled.joint_pass``; ``"uncompressed"`` before the decision.
         way: How to pack its values.
         layout: In which order to read them for that.
         base: The source from which backward computes it again: a packed one, or an input of the graph.
@@ -74,7 +74,7 @@ class Source:
 
     node: Node
     reads: list[Read]
-    how: str = "as it is"
+    how: str = "uncompressed"
     way: Values | None = None
     layout: Layout | None = None
     base: Source | None = None
@@ -166,7 +166,7 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
             try:
                 _decide_one(joint, model, source, own_base)
             except Refusal as refusal:
-                source.how, source.reason = "as it is", str(refusal)
+                source.how, source.reason = "uncompressed", str(refusal)
         if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
             base[node] = source
         elif own_base is not None:

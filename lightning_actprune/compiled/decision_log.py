@@ -48,7 +48,7 @@ class Row(NamedTuple):
         dtype: Its type.
         dense_bytes: Bytes of the value, or of its cast if only that is read.
         stored_bytes: Bytes that are kept of it.
-        how: ``"packed"``, ``"again"``, ``"signs"``, ``"shape"`` or ``"as it is"``.
+        how: ``"packed"``, ``"again"``, ``"signs"``, ``"shape"`` or ``"uncompressed"``.
         bits: Bits per value if it is packed.
         reason: Why it is kept unpacked, or that the compiler computes it again.
     """
@@ -93,7 +93,7 @@ class PackedGraph:
         rows = []
         for row, names in zip(self.rows, self.nodes, strict=True):
             stored = sum(bytes_of(value_of(node)) for name, node in saved.items() if name in names)
-            if row.how == "as it is" and not stored:
+            if row.how == "uncompressed" and not stored:
                 row = row._replace(how="again", reason="the compiler computes it again")
             rows.append(row._replace(stored_bytes=stored))
         # Values that no row is about: statistics, and values that the compiler computes others from.
@@ -104,7 +104,7 @@ class PackedGraph:
             if count_of(value) >= self.min_values:
                 size, shape = bytes_of(value), tuple(hints(value.shape))
                 reason = "the compiler saves it"
-                rows.append(Row(operation_of(node), (), shape, value.dtype, size, size, "as it is", 0, reason))
+                rows.append(Row(operation_of(node), (), shape, value.dtype, size, size, "uncompressed", 0, reason))
         return rows
 
 

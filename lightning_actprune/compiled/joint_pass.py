@@ -22,7 +22,7 @@ and copies are reads of one *source*, which is kept in one way:
     both.
 ``shape``
     Nothing is stored for pooling, whose backward reads only the shape.
-``as it is``
+``uncompressed``
     The value is saved unpacked, with the reason. If one reader needs it exactly, all readers get it.
 
 Autocast's copies of weights, and of tensors without a gradient such as the batch, are made again in backward, where the
@@ -102,7 +102,7 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
     take_out(joint)
     graph.lint()
     for at, nodes in enumerate(stored):
-        if rows[at].how != "as it is":
+        if rows[at].how != "uncompressed":
             rows[at] = rows[at]._replace(stored_bytes=sum(bytes_of(value_of(node)) for node in nodes))
             names[at] = {node.name for node in nodes}
     listed = [at for at, source in enumerate(sources) if count_of(value_of(source.node)) >= model.min_values]

@@ -75,7 +75,7 @@ class Rewriter:
 
     def _put(self, source: Source, first: dict[Node, Node]) -> list[Node]:
         """Let backward read the stored form of a source in its place, and return what is stored."""
-        if source.how == "as it is":
+        if source.how == "uncompressed":
             return []
         stored = self._pack(source, first[source.node]) if source.how == "packed" else []
         if source.reads_of("signs"):

@@ -791,7 +791,7 @@ class ForeignActivation(CompressedActivation):
             return super()._dense_forward(dense, state, args, kwargs)
         (x,) = *args, *kwargs.values()
         dtype = activated_dtype(x, self.stored_by(self, state.blocks.bits), self.widened_by(self))
-        return ACTIVATIONS[self.function].forward(state.marked(x, trained=False).to(dtype))
+        return ACTIVATIONS[self.function].forward(state.mark_input(x, trained=False).to(dtype))
 
 
 class ForeignGELU(ForeignActivation):

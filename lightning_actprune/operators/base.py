@@ -1,7 +1,7 @@
-"""What every compressed layer is: one mixin, one state.
+"""The mixins of converted modules, and the state of a compressed layer.
 
-A layer is compressed by reassigning its ``__class__`` (``convert``). What it carries beside its parameters is one plain
-attribute, its ``LayerState``, so that reverting leaves nothing and no buffer or parameter appears.
+A layer is compressed by reassigning its ``__class__`` (``convert``). It gets one plain attribute, its ``LayerState``,
+so that reverting leaves nothing behind, and no buffer or parameter appears.
 """
 
 from __future__ import annotations
@@ -29,29 +29,26 @@ from lightning_actprune.operators.tensor_parallel import forward_dtensor, has_dt
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
 Marks = tuple[str, str, int, bool]
-"""What a compiler is told of an input (``compiled.marks``), empty for nothing, what of one of few rows, and below how
-many rows it is one. A constant: of each layer a compiler checks in every step what it has read while it traced it."""
+"""The text of the mark of an input (``compiled.marks``), empty for none; that for an input of few rows; how many rows
+are few; whether graphs may be cut before the layer. It is one constant, since a compiler checks in every step all that
+it read of a layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """How a layer keeps what backward needs, and who has asked for it.
+    """The settings of a compressed layer, and their owner.
 
     ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
-    tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
-    one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
-    anew.
+    tensor is a symbol from its second value on, so a schedule compiles twice. No shape can be computed from a float
+    attribute, and an int attribute of a module is a constant, of which each value would compile anew.
 
     Args:
-        keep: How the layer is kept; its sparsity may be a schedule.
+        keep: The settings by preset and rules; their sparsity may be a schedule.
         sparsity: Fraction of blocks dropped now.
-        owner: Who converted the layer from its dense class; ``None`` if it was built as it is.
-        highest: Sparsity that a schedule will raise it to, by which layers are judged that are still at less.
-        features: Sizes of input and output when it was converted: a strategy may flatten or partition its weights
-            later.
-        marks: What a compiler is to know: the text of the mark of an input and of one with few rows, how many rows are
-            few, and whether it may cut graphs before the layer. With ``None`` it sees the layer's own operators in
-            place of the dense ones.
+        owner: Name of the conversion of the layer, ``None`` if it was built compressed.
+        highest: The highest sparsity of a schedule, by which layers are judged that have less now.
+        features: Sizes of input and output at the conversion: a strategy may flatten or partition weights later.
+        marks: The marks for a compiler; with ``None`` it sees the layer's own operators in place of the dense ones.
     """
 
     keep: Keep
@@ -61,12 +58,12 @@ class LayerState:
     features: tuple[int, int] | None = None
     marks: Marks | None = None
     drops: bool = field(init=False, repr=False)
-    """Whether it drops blocks now or later, which spares a compiler the look at ``parts`` of those that never do."""
+    """Whether it drops blocks now or later; if not, a compiler need not read ``parts``."""
     parts: Tensor = field(init=False, repr=False)
     blocks: Blocks = field(init=False, repr=False)
     """How inputs are cut into blocks and stored."""
     turned_blocks: Blocks = field(init=False, repr=False)
-    """The same for an input whose samples are its second dimension, as inside attention."""
+    """The blocks of an input whose samples are its second dimension, as inside attention."""
 
     def __post_init__(self) -> None:
         keep = self.keep
@@ -79,37 +76,31 @@ class LayerState:
         object.__setattr__(self, "drops", self.sparsity > 0 or self.highest > 0)
 
     def is_fine(self, x: Tensor) -> bool:
-        """Return whether an input ``[..., features]`` has so few rows that it is kept in eight bits, all of it."""
+        """Return whether an input ``[..., features]`` has so few rows that all of it is stored in eight bits."""
         return 0 < self.blocks.bits < 8 and x.numel() < self.keep.fine_rows * x.shape[-1]
 
     def of(self, x: Tensor, *, turned: bool = False) -> tuple[int, Blocks]:
-        """Return the sparsity, as ``parts`` says it, and the blocks of an input, inside attention of a turned one."""
+        """Return the size of ``parts`` and the blocks of an input, ``turned`` for one inside attention."""
         blocks = self.turned_blocks if turned else self.blocks
         if self.keep.fine_rows and x.dim() and self.is_fine(x):
             return 0, blocks._replace(bits=8)
         return self.parts.size(0), blocks
 
-    def marked(self, x: Any, trained: bool) -> Any:
-        """Return an argument with what a compiler is to know of it, if it is a tensor that backward may need.
+    def mark_input(self, x: Any, trained: bool) -> Any:
+        """Return an argument with its mark, if backward may need it; ``trained``: if a parameter needs a gradient."""
+        mark = self._find_mark(x, trained)
+        return x if mark is None else mark_input(x, *mark)
 
-        ``trained``: Whether a parameter of the layer needs a gradient.
-        """
-        keep = self._told(x, trained)
-        return x if keep is None else mark_input(x, *keep)
-
-    def ended(self, y: Any, args: tuple[Any, ...]) -> Any:
-        """Return what a layer with trained parameters returns, with what a compiler is to know of its one argument.
-
-        ``args``: As ``marked`` has returned them.
-        """
+    def mark_output(self, y: Any, args: tuple[Any, ...]) -> Any:
+        """Return the output of a layer with trained parameters, with the mark of its one argument."""
         if self.marks is None or not self.marks[3] or len(args) != 1:
             return y
         if not isinstance(y, Tensor) or isinstance(y, DTensor):
             return y
-        keep = self._told(args[0], trained=True)
-        return y if keep is None else mark_output(y, args[0], *keep)
+        mark = self._find_mark(args[0], trained=True)
+        return y if mark is None else mark_output(y, args[0], *mark)
 
-    def _told(self, x: Any, trained: bool) -> tuple[str, int] | None:
+    def _find_mark(self, x: Any, trained: bool) -> tuple[str, int] | None:
         """Return text and sparsity of the mark of an argument, ``None`` if it gets none."""
         marks = self.marks
         if not isinstance(x, Tensor) or not (trained or x.requires_grad) or marks is None or not marks[0]:
@@ -127,12 +118,12 @@ Traced = Literal["marked", "dense", "own"]
 class Converted:
     """Mixin of every class that ``convert`` gives to modules; it comes first among their bases.
 
-    A copy of a converted module is converted, as is one that a spawned process gets. Any other pickle of it, such as a
+    A copy of a converted module is converted, and so is one that a spawned process gets. Any other pickle, such as a
     checkpoint, holds the dense module, and needs nothing of this package.
     """
 
     dense_class: ClassVar[type[nn.Module]]
-    """What the module is otherwise."""
+    """The class of the module when it is not converted."""
     is_recomputed: ClassVar[bool] = False
     """Whether backward runs the forward of the module again."""
 
@@ -167,32 +158,31 @@ OF_CONVERSION = frozenset(("_state", "_recompute", "_replay"))
 
 
 class CompressedLayer(Converted):
-    """Mixin of the classes of layers that keep what backward needs compressed."""
+    """Mixin of the classes of layers that compress what they save for backward."""
 
     operator: ClassVar[Operator]
-    """What the module is, for rules and reports."""
+    """The operator in rules and reports."""
     drops_blocks: ClassVar[bool] = False
-    """Whether a sparsity means anything to it."""
+    """Whether a sparsity applies to it."""
     replaced: ClassVar[str | None] = None
     """Name of a child that the compressed layer computes itself, and does not call."""
     stores: ClassVar[bool] = True
-    """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
+    """Whether the layer saves anything itself; one that only calls its children in another way is not listed."""
     one_bit: ClassVar[bool] = False
-    """Whether it keeps one bit a value, whatever its bits are."""
+    """Whether it stores one bit a value, whatever its bits are."""
     takes_shards: ClassVar[bool] = False
     """Whether it runs on shards of DTensors (``operators.tensor_parallel``)."""
     always_own: ClassVar[bool] = False
-    """Whether a compiler sees its own operators, whatever it is told; what only routes has no state."""
+    """Whether a compiler sees its own operators even with marks; attention that only routes has no state."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Names that the forward of a class of another package reads. A class that reads them too is compared with it by
     its code (``operators.registry``); by default classes are recognised by name alone."""
     _state: LayerState
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the forward of ``cls`` be that of the dense class for a layer that was reverted.
+        """Let the forward of ``cls`` call that of the dense class for a layer that was reverted.
 
-        Whoever wraps the forward of a converted layer, as libraries do that move weights about, holds the bound method,
-        and goes on calling it.
+        Libraries that move weights wrap the forward of a layer: they hold the bound method, and still call it then.
         """
         super().__init_subclass__(**options)
         compressed = vars(cls).get("forward")
@@ -200,7 +190,7 @@ class CompressedLayer(Converted):
             compressed = getattr(cls.forward, "compressed", None)  # type: ignore[attr-defined]
         if compressed is None:
             return
-        # Bound here: of what is looked up in a layer or its class, a compiler checks in every step that it is the same.
+        # Bound here, since a compiler checks in every step all that it looked up in a layer or its class.
         own, dense, traced = cls.always_own, getattr(cls, "dense_class", None), cls._dense_forward
         splits = cls.takes_shards
 
@@ -217,7 +207,7 @@ class CompressedLayer(Converted):
                     return forward_dtensor(self, compressed, dense.forward, x)  # type: ignore[union-attr]
             return compressed(self, *args, **kwargs)
 
-        # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
+        # Each class has its own code object, since a compiler limits the compilations of one.
         forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}.forward")
         cls.forward = functools.wraps(compressed)(forward)  # type: ignore[attr-defined]
         cls.forward.compressed = compressed  # type: ignore[attr-defined]
@@ -225,40 +215,40 @@ class CompressedLayer(Converted):
     def _dense_forward(
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return what the dense layer does, with its inputs marked for the compiler that traces this."""
-        if not torch.is_grad_enabled():  # nobody runs the pass that takes marks out
+        """Run the forward of the dense layer, with marks for the compiler that traces it."""
+        if not torch.is_grad_enabled():  # no pass would remove the marks
             return dense.forward(self, *args, **kwargs)
         trained = needs_gradients(self)
-        args = tuple(state.marked(x, trained) for x in args)
-        kwargs = {name: state.marked(x, trained) for name, x in kwargs.items()}
+        args = tuple(state.mark_input(x, trained) for x in args)
+        kwargs = {name: state.mark_input(x, trained) for name, x in kwargs.items()}
         y = dense.forward(self, *args, **kwargs)
-        return state.ended(y, (*args, *kwargs.values())) if trained else y
+        return state.mark_output(y, (*args, *kwargs.values())) if trained else y
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees of the layer that packs by itself what is kept; asked when layers are marked."""
+        """The view of the layer that a compiler gets; it is asked for when layers are marked."""
         if self.always_own:
             return "own"
         return "marked" if self.stores else "dense"
 
     @classmethod
     def operator_of(cls, layer: Any) -> Operator:
-        """Return what ``layer``, dense or compressed, is."""
+        """Return the operator of ``layer``, dense or compressed."""
         return cls.operator
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
-        """Return why ``layer``, of a class that is known, cannot become one of this class all the same."""
+        """Return the reason why ``layer``, of a supported class, cannot become one of this class; ``None`` without."""
         return None
 
     @property
     def keep(self) -> Keep:
-        """How the layer is kept."""
+        """The settings by preset and rules."""
         return self._state.keep
 
     @property
     def bits(self) -> int:
-        """Bits of a stored value, 0 for values as they are."""
+        """Bits of a stored value, 0 for uncompressed values."""
         return self._state.keep.stored_bits
 
     @property
@@ -268,7 +258,7 @@ class CompressedLayer(Converted):
 
     @property
     def owner(self) -> str | None:
-        """Who converted the layer from its dense class; ``None`` if it was built as it is."""
+        """Name of the conversion of the layer, ``None`` if it was built compressed."""
         return self._state.owner
 
     @property
@@ -282,11 +272,11 @@ class CompressedLayer(Converted):
 
     @property
     def highest_sparsity(self) -> float:
-        """The highest sparsity that the layer has, or will have, in this training."""
+        """The highest sparsity of the layer in this training."""
         return max(self.sparsity, self._state.highest)
 
     def wait_at(self, sparsity: float) -> None:
-        """Drop so many blocks for now; the layer is judged by what it would have dropped otherwise."""
+        """Drop ``sparsity`` of the blocks for now; the layer is still judged by its highest sparsity."""
         self._state = replace(self._state, sparsity=check_sparsity(sparsity), highest=self.highest_sparsity)
 
     def drop_nothing(self) -> None:
@@ -295,32 +285,32 @@ class CompressedLayer(Converted):
 
     @property
     def packs(self) -> bool:
-        """Whether what the layer keeps is not simply what the dense one keeps."""
+        """Whether the layer saves something else than the dense one."""
         return self.sparsity > 0 or self.bits > 0
 
     @property
     def reuses(self) -> bool:
-        """Whether backward of the layer may use parameters of the norm before it, as ``operators.weight_grad`` does.
+        """Whether backward of the layer may use parameters of the norm before it (``operators.weight_grad``).
 
-        Not where FSDP gathers parameters for backward of one group of modules, which need not be that of the norm.
+        Not with FSDP, which may gather the parameters of the norm at another time.
         """
         return "_is_fsdp_managed_module" not in self.__dict__
 
     def describe(self) -> str:
-        """Return how the layer is kept, as it is shown in a printed module."""
+        """Return the settings as a printed module shows them."""
         if not self.drops_blocks:
             return f"bits={self.bits}, block_size={self.block_size}"
         return describe_blocks(self.keep, self.sparsity)
 
     def extra_repr(self) -> str:
-        """Show what the dense module prints, and how it is kept."""
+        """Return what the dense module prints, and the settings."""
         shown: str = super().extra_repr()  # type: ignore[misc]
         return ", ".join(filter(None, (shown, self.describe())))
 
     def takes(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
-        """Return whether ``x`` is floating point and ends in dimensions of ``shape``; torch says what else is wrong.
+        """Return whether ``x`` is floating point, ends in ``shape`` and is on the device of the weight.
 
-        Kernels are given addresses, and would take those of a weight that is elsewhere for their own.
+        Otherwise torch runs, and raises its own errors.
 
         Raises:
             TypeError: If a tensor is a DTensor.
@@ -333,7 +323,7 @@ class CompressedLayer(Converted):
 
 
 def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
-    """Return how blocks are kept, leaving out what is as by default."""
+    """Return the settings of blocks that are not defaults."""
     shown = [] if keep.bits is None else [f"bits={keep.bits}"]
     shown += [f"sparsity={sparsity:g}" if isinstance(sparsity, float) else f"sparsity={sparsity!r}"]
     shown += [f"block_size={keep.block_size}"]
@@ -343,7 +333,7 @@ def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
 
 
 def refuse_dtensors(x: Tensor) -> None:
-    """Raise for a layer whose input ``x`` or weight is a DTensor: blocks of one shard are not those of the tensor."""
+    """Raise for a layer whose input ``x`` or weight is a DTensor: blocks of a shard are not those of the tensor."""
     if isinstance(x, DTensor):
         raise TypeError(
             "This compressed layer cannot take DTensors. HINT: keep it dense (`rules={name: None}`), or give it "
@@ -357,7 +347,7 @@ def refuse_dtensors(x: Tensor) -> None:
 
 
 def needs_gradients(module: Any) -> bool:
-    """Return whether a parameter of the module itself needs a gradient, as a compiler sees it at the least price."""
+    """Return whether a parameter of the module itself needs a gradient, in a way that compilers guard cheaply."""
     for parameter in module._parameters.values():  # noqa: SIM110
         if parameter is not None and parameter.requires_grad:
             return True
@@ -371,7 +361,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return what ``cls`` was before anything was converted."""
+    """Return the class of torch or of the user that ``cls`` was made from."""
     while issubclass(cls, Converted):
         cls = cls.dense_class
     return cls
@@ -397,4 +387,4 @@ def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 _dense_classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
-"""The dense form of classes on top of a converted one: modules of one class stay so, which blocks are found by."""
+"""The dense forms of classes on top of a converted one, so that modules of one class stay of one class."""

@@ -502,9 +502,9 @@ class CompressedGatedMLP(CompressedGated):
     def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u`` by torch's operations, with marks for a compiler that packs the tensors of backward."""
         stored, _, widens = self._stored()
-        given = self._state.marked(a, trained=False).to(activated_dtype(a, stored, widens))
+        given = self._state.mark_input(a, trained=False).to(activated_dtype(a, stored, widens))
         factor = ACTIVATIONS[stored.function].forward(given, *stored.parameters)
-        product: Tensor = self._state.marked(factor, trained=False) * self._state.marked(u, trained=False)
+        product: Tensor = self._state.mark_input(factor, trained=False) * self._state.mark_input(u, trained=False)
         return product
 
     def _stored(self) -> tuple[StoredDerivative, int, bool | None]:

@@ -1,7 +1,7 @@
-"""Hooks on the modules of a model, and what they ask about the forward in which they run.
+"""Hooks on the modules of a model, and questions about the forward in which they run.
 
-A hook of a module outlives its owner in copies and pickles, and runs in forwards that keep nothing: in backward, inside
-a checkpoint, in what a compiler has taken in. Who hangs hooks on modules finds here how to tell these.
+A hook outlives its owner in copies and pickles of a module. It also runs in forwards that keep nothing: in backward,
+inside a checkpoint, in a compiled region.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class ForwardHook:
         self._method = method
 
     def __call__(self, *args: Any) -> None:
-        """Pass the call on."""
-        # One that a compiled graph has taken in must do nothing either.
+        """Call the method, but not inside a compiled graph."""
         if self._method is not None and not torch.compiler.is_compiling():
             self._method(*args)
 
@@ -55,26 +54,22 @@ class ForwardHook:
 def add_hooks(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[RemovableHandle]:
     """Call ``enter`` before and ``leave`` after each forward of a module, also one that raises; return the handles.
 
-    The compiler guards on the numbers of hooks. By those that torch counts up, each of many modules that are alike
-    would be compiled for itself, and past a limit none would be any more; so they have the same ones everywhere.
+    The compiler guards on the numbers of hooks. With those that torch counts up, equal modules would be compiled one by
+    one, and from a limit on none would be; so the hooks get negative numbers, which are the same on all modules.
     """
     before = module.register_forward_pre_hook(ForwardHook(enter))
     after = module.register_forward_hook(ForwardHook(leave), always_call=True)
-    _number(before, module._forward_pre_hooks)
-    _number(after, module._forward_hooks, module._forward_hooks_always_called)
+    always = module._forward_hooks_always_called
+    for handle, hooks in ((before, (module._forward_pre_hooks,)), (after, (module._forward_hooks, always))):
+        number = next(number for number in itertools.count(-1, -1) if number not in hooks[0])
+        for places in hooks:
+            places[number] = places.pop(handle.id)  # type: ignore[assignment]
+        handle.id = number
     return [before, after]
 
 
-def _number(handle: RemovableHandle, hooks: dict[int, Any], *options: dict[int, Any]) -> None:
-    """Give a hook the first number that torch does not count up to and the module does not use."""
-    number = next(number for number in itertools.count(-1, -1) if number not in hooks)
-    for places in (hooks, *options):
-        places[number] = places.pop(handle.id)
-    handle.id = number
-
-
 def drop_idle_hooks(module: nn.Module) -> None:
-    """Take the hooks off a copied module that do nothing there."""
+    """Remove the hooks of a copied module that do nothing there."""
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = getattr(module, kind)
         for key, hook in list(hooks.items()):
@@ -85,13 +80,11 @@ def drop_idle_hooks(module: nn.Module) -> None:
 
 
 def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Module]:
-    """Return the modules whose calls Python sees: not those inside a compiled one.
-
-    A hook shows nothing there, and makes the compiler compile again.
+    """Return ``module`` and the modules in it, without those inside compiled ones, whose calls Python does not see.
 
     Args:
-        module: The outermost one.
-        running_again: Whether to return those that run again in backward (``operators.recompute``), too.
+        module: The outermost module.
+        running_again: Whether to return the modules that run again in backward (``operators.recompute``), too.
     """
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return set()
@@ -108,16 +101,16 @@ def backward_runs() -> bool:
 
 
 def is_recomputation() -> bool:
-    """Return whether a checkpoint is running a forward again, in backward, and keeps nothing of it any longer.
+    """Return whether a checkpoint is running a forward again, in backward.
 
-    Any other forward in backward, such as one that a hook runs to accumulate gradients by chunks, keeps what it saves
-    until its own backward.
+    Any other forward in backward, such as one of a hook that accumulates gradients by chunks, keeps what it saves until
+    its own backward.
     """
     return backward_runs() and (dropped_by_checkpoint(top_saved_tensors_hooks(False)) or _is_in_checkpoint())
 
 
 def _is_in_checkpoint() -> bool:
-    """Return whether this is called from the backward of a reentrant checkpoint, which has no saved-tensor hooks."""
+    """Return whether a reentrant checkpoint's backward runs, which only its frame shows: it opens no hooks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "backward" and "checkpoint" in frame.f_globals.get("__name__", ""):
@@ -127,12 +120,12 @@ def _is_in_checkpoint() -> bool:
 
 
 def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
-    """Return whether ``hooks`` are the saved-tensor hooks with which torch's checkpoint drops what is saved."""
+    """Return whether ``hooks`` are those with which torch's checkpoint drops saved tensors."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def explain(error: BaseException | None) -> None:
-    """Add to the error by which ``torch.func`` refuses saved-tensor hooks which settings open none."""
+    """Add to the error of ``torch.func`` about saved-tensor hooks which settings open none."""
     text = str(error)
     if isinstance(error, RuntimeError) and "saved tensor hooks" in text and "HINT" not in text:
         error.args = (
@@ -143,27 +136,14 @@ def explain(error: BaseException | None) -> None:
 
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
 
 
-def caller() -> FrameType:
-    """Return the frame that called the operation that is saving something: the first that is not of this package."""
+def in_compiled_region() -> bool:
+    """Return whether a compiled region is saving something: the first caller that is not of this package runs one."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         if name != "torch.autograd.function" and not name.startswith(_PACKAGE):
             break
         frame = frame.f_back
-    return frame
-
-
-def runs_again(frame: FrameType, by: tuple[str, ...] = _RUNNING_AGAIN) -> bool:
-    """Return whether what is being saved is kept to compute something again.
-
-    A reentrant checkpoint keeps its input so, and a compiled region whatever its compiler chose.
-
-    Args:
-        frame: Who has called the operation.
-        by: Prefixes of the modules whose code does so.
-    """
-    return bool(frame.f_globals.get("__name__", "").startswith(by))
+    return bool(frame.f_globals.get("__name__", "").startswith(COMPILED))

@@ -1,19 +1,25 @@
-"""What eager mode finds out about a tensor that an operation saves, for ``codec.saved_ops`` to judge."""
+"""Facts about a tensor that an operation saves in eager mode, for ``codec.saved_ops`` to judge.
+
+A mask may be there in some batches only, so what ``masked_fill`` or ``where`` put values into is not packed
+(``is_masked``). Outliers are looked for by ``codec.outliers``.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, Use, is_exact, nodes_of, of_node
-from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.codec.saved_ops import Kind, Use, nodes_of, of_node
 
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
+@functools.lru_cache(maxsize=1024)
 def operator_name(node: str) -> str:
     """Return the name of an autograd node in snake case: ``NativeLayerNormBackward0`` is ``native_layer_norm``."""
     return _CAPITAL.sub("_", _NODE.sub("", node)).lower()
@@ -24,11 +30,7 @@ PRODUCTS = nodes_of(Kind.PRODUCT)
 ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
 VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)
-"""Nodes of what holds the values of its input."""
-READERS = frozenset(
-    node for row in SAVED_OPS if isinstance(row.inputs, tuple) or not is_exact(row.inputs) for node in row.node_names
-)
-"""Nodes that may read what they saved in few bits, at least for some values of their arguments."""
+"""Nodes of operations whose result holds the values of their input."""
 _MASKS = nodes_of(Kind.SETS_VALUES)
 _KEEP_MASKS = nodes_of(Kind.HOLDS_VALUES | Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
@@ -36,12 +38,12 @@ _MOST_NODES = 16
 
 
 def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
-    """Return how an autograd node uses a tensor that it saves.
+    """Return the use of a tensor that an autograd node saves.
 
     Args:
         node: The node.
-        place: How many tensors it has saved before.
-        is_result: Whether its operation has computed the tensor.
+        place: How many tensors it saved before.
+        is_result: Whether its operation computed the tensor.
     """
     row = of_node(node.name())
     if row is None or (row.only is not None and getattr(node, f"_saved_{row.only[0]}", None) not in row.only[1]):
@@ -53,24 +55,25 @@ def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
     return row.inputs if isinstance(row.inputs, Use) else Use.BIAS
 
 
-def nodes_since(outputs: Any, number: int) -> dict[int, Any]:
-    """Return the nodes behind the tensors in ``outputs`` that are as new as ``number`` or newer, by their numbers.
+def nodes_since(tensors: Iterable[Tensor], number: int, names: dict[int, str]) -> dict[int, Any]:
+    """Return the nodes behind ``tensors`` that are as new as ``number`` or newer, by their numbers.
 
-    Autograd numbers the nodes of a thread in the order in which they are made, so older ones lead to none that is new.
+    Autograd numbers the nodes of a thread in order, so that no older node leads to a newer one. ``names`` has the nodes
+    that were visited before, by their numbers, which are not visited again; the new ones are added.
     """
-    found: dict[int, Any] = {}
-    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    nodes: dict[int, Any] = {}
+    waiting = [tensor.grad_fn for tensor in tensors]
     while waiting:
-        node = waiting.pop()
-        own = node._sequence_nr()
-        if own >= number and own not in found:
-            found[own] = node
-            waiting += [before for before, _ in node.next_functions if before is not None]
-    return found
+        node: Any = waiting.pop()
+        if node is None or (own := node._sequence_nr()) < number or own in names:
+            continue
+        nodes[own], names[own] = node, node.name()
+        waiting += [before for before, _ in node.next_functions]
+    return nodes
 
 
 def is_masked(tensor: Tensor) -> bool:
-    """Return whether values were put where a mask says, and nothing but views, sums and products came after that."""
+    """Return whether a mask put values into ``tensor``, before views, sums and products at most."""
     waiting, seen = [tensor.grad_fn], 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1

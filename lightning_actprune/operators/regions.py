@@ -1,11 +1,11 @@
-"""What a graph holds in place of a saved tensor: it, or its region of memory in few bits.
+"""What a graph holds in place of a saved tensor: the tensor uncompressed, or its region of memory in few bits.
 
 A tensor of any layout is read in the order of its memory (``codec.layout``), so that views of one region share what is
-packed. Unpacked values lie in the same order without gaps. For a tensor without gaps these are its own strides.
+packed. Unpacked values have the same order, without gaps.
 
-**Versions.** Autograd checks the version of what it saves itself, not of what hooks keep. ``Unchanged`` does so in its
-place: a tensor that is written to before backward is an error, as without hooks. ``QuantizedRegion`` has its values
-from when it was saved, so they are right whatever happens to the tensor.
+**Versions.** Autograd checks the version of what it saves itself, but not of what hooks return. ``Uncompressed`` does
+so in its place: a tensor that is written to before backward is an error, as without hooks. A ``QuantizedRegion`` has
+the values of the moment at which it was packed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import in_plain_eager_mode
 from lightning_actprune.codec.layout import Run, cut_rows, join_runs, memory_order
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, dequantize, quantize
-from lightning_actprune.codec.private import current_autograd_node
-from lightning_actprune.operators.readers import operator_name
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of pack and unpack hook."""
@@ -37,7 +35,7 @@ class Layout(NamedTuple):
     Args:
         region: Its joined dimensions: equal for views of one region of memory.
         copied: Whether the region is copied before it is read.
-        shape: ``(S, T, L)`` as read.
+        shape: Samples, rows and length, ``(S, T, L)``.
         strides: Strides of these in the region or in its copy.
         block: Values per block, cut to a row.
         dense_strides: Strides of the tensor when it is unpacked.
@@ -53,12 +51,13 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], block_size: int) -> Layout | None:
-    """Return how a tensor is read, ``None`` if it is empty or expanded, overlaps itself or has no sensible rows."""
+    """Return the layout of a tensor, ``None`` if it is empty or expanded, overlaps itself or has no sensible rows."""
     order = memory_order(strides)
     runs = None if 0 in shape else join_runs(shape, strides, order)
     if runs is None:
         return None
-    region = tuple(_whole(run) for run in runs)
+    whole = lambda run: (int(math.prod(run.sizes)), int(run.stride))  # noqa: E731
+    region = tuple(map(whole, runs))
     count = math.prod(shape)
     rows, copied = cut_rows(runs, block_size), False
     if rows is None:
@@ -67,7 +66,7 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], block_size: int)
     if rows is None:
         return None
     length, is_cut = rows
-    dims = [_whole(run) for run in runs]
+    dims = list(map(whole, runs))
     dims[-1:] = [(dims[-1][0] // length, length)] if is_cut else []
     (samples, of_sample), (of_rows, of_row) = [(1, count)] * (2 - len(dims)) + dims
     block = min(block_size, length)
@@ -81,18 +80,13 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], block_size: int)
     return Layout(region, copied, (samples, of_rows, length), (of_sample, of_row, 1), block, tuple(dense_strides))
 
 
-def _whole(run: Run) -> tuple[int, int]:
-    """Return size and stride of a run whose sizes are numbers."""
-    return int(math.prod(run.sizes)), int(run.stride)
-
-
-class Unchanged:
-    """A tensor as it is, or what hooks around ours made of it.
+class Uncompressed:
+    """A saved tensor, or what hooks around ours made of it.
 
     Args:
-        tensor: A saved tensor.
+        tensor: The tensor.
         outer: The hooks around ours, ``None`` without any.
-        version: Of the tensor when it was saved, by default now.
+        version: Version of the tensor when it was saved, by default its version now.
     """
 
     __slots__ = ("__weakref__", "_unpack", "_value", "_version")
@@ -107,7 +101,7 @@ class Unchanged:
         self._value = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version if version is None else version
 
-    def tensor(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Return the tensor.
 
         Raises:
@@ -128,7 +122,7 @@ class Unchanged:
 
 
 def as_read(region: Tensor, layout: Layout) -> Tensor:
-    """Return a tensor over a region as it is read."""
+    """Return a region ``[S, T, L]``, as its layout says."""
     if layout.copied:
         sizes, strides = zip(*layout.region, strict=True)
         return region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
@@ -144,10 +138,10 @@ def unpack_region(values: Tensor, layout: Layout, bits: int, dtype: torch.dtype)
 
 
 class QuantizedRegion:
-    """A region of memory, quantized, or what hooks around ours made of these.
+    """The quantized values of a region of memory, or what hooks around ours made of them.
 
     Args:
-        region: Tensor over the region, which is not kept.
+        region: Tensor over the region.
         layout: How it is read.
         bits: Bits of a stored value.
         outer: The hooks around ours, ``None`` without any.
@@ -162,53 +156,10 @@ class QuantizedRegion:
         self._values: Any = values if outer is None else outer[0](values)
 
     def goes_to(self, outer: Hooks | None) -> bool:
-        """Return whether hooks that ``outer`` is now got the values."""
+        """Return whether the hooks around ours are still those that got the values."""
         return self.outer is outer or (self.outer is not None and outer is not None and self.outer[0] is outer[0])
 
     def unpack(self) -> Tensor:
         """Return the values in the order of their addresses."""
         values = self._values if self.outer is None else self.outer[1](self._values)
         return unpack_region(values, self._layout, self._bits, self._dtype)
-
-
-class QuantizedView:
-    """A saved tensor of which the values are quantized, if its operation may read them so.
-
-    Args:
-        shape: Of the tensor.
-        strides: Of the tensor when it is unpacked.
-        fqn: Name of the module that ran when it was saved.
-        may_read: Says of a node by its name whether it may read the values.
-    """
-
-    __slots__ = ("_may_read", "_shape", "_strides", "fqn", "settle", "stored")
-
-    def __init__(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str, may_read: Callable[[str], bool]
-    ) -> None:
-        self._shape, self._strides, self.fqn, self._may_read = shape, strides, fqn, may_read
-        self.settle: Callable[[], None] | None = None
-        """Stores it as it is, if it is not known yet how."""
-        self.stored: QuantizedRegion | Unchanged | None = None
-        """Its region of memory, which others may share; or the tensor as it is."""
-
-    def tensor(self) -> Tensor:
-        """Return the tensor, unpacked anew.
-
-        Raises:
-            RuntimeError: If an operation reads it that may not.
-        """
-        if self.settle is not None:
-            self.settle()
-        assert self.stored is not None
-        if isinstance(self.stored, Unchanged):
-            return self.stored.tensor()
-        node: Any = current_autograd_node()
-        if node is not None and not self._may_read(node.name()):
-            raise RuntimeError(
-                f"{node.name()} would read in few bits what module {self.fqn!r} saved, where another operation was "
-                "when the module first ran; its gradient could be wrong. HINT: leave this module alone with a rule "
-                f"(`rules={{{self.fqn!r}: None}}`), or the operation everywhere "
-                f"(`rules={{'operation:{operator_name(node.name())}': None}}`)."
-            )
-        return self.stored.unpack().as_strided(self._shape, self._strides)

@@ -1,43 +1,42 @@
-"""What autograd saves while a module runs, and no layer is known for: ``x * gamma``, ``torch.addcmul``, attention.
+"""Quantize tensors that autograd saves for operations outside supported layers: ``x * gamma``, attention.
 
 While a module in scope runs, a pair of saved-tensor hooks packs each tensor that qualifies in one launch
-(``codec.formats``, all blocks), and unpacks it for the moment when backward asks for it. Forward stays as it is. A
-gradient is computed from values that are off by up to half a step of their block, so only operations may read them of
-which it is known what that does (``codec.saved_ops``); what all others save stays as it is. Errors of fused attention
-grow with its logits: for models with attention, take eight bits.
+(``codec.formats``, all blocks), and unpacks it when backward asks for it. Forward does not change. A gradient is
+computed from values that are off by up to half a step of their block, so a tensor is packed only for operations that
+are known to bear that (``codec.saved_ops``). Errors of fused attention grow with its logits: for models with attention,
+take eight bits.
 
-Packed are activations that an operation gets as an input and that need a gradient. Left as they are:
+Activations are packed that an operation gets as an input and that need a gradient. Uncompressed stay:
 
 - small tensors, other types than fp32 and 16 bits, tensor subclasses, expanded tensors, those with one value a row;
 - what needs no gradient, and *results* that an operation saves of itself (softmax, exp, norms, statistics), but for
-  that of fused attention, of which backward needs the product with the gradient. A result's node is the newest one of
-  its thread, that of an input is older: the operation's own node is made before it saves anything, so the numbers that
-  autograd gives to nodes tell them apart;
+  that of fused attention, of which backward needs the product with the gradient;
 - leaves, views of leaves, copies of leaves in another type (autocast), and whatever has the shape of a parameter, up to
   transposition, such as a weight with a norm or a mask: gradients of inputs stay exact;
-- what a compiled region saves, which may compute anything again from it, and what a reentrant checkpoint keeps, or any
-  checkpoint runs again in backward. Inside a checkpoint's own hooks no scope opens.
+- what compiled regions and reentrant checkpoints save, whose operations are not known, and what any checkpoint runs
+  again in backward. Inside a checkpoint's own hooks no scope opens.
 
-A tensor is packed once for all who save it or a view of the same memory, as long as that is not written to. If
-something retains its storage as it is already (a ReLU saves its result before the next layer saves it as its input),
-packing would add memory, so it stays. Who comes later cannot undo a pack: those bytes are counted.
+**When.** A tensor waits uncompressed until its operation is known, which is when a later operation saves something, or
+when the module returns (``operators.sites``). Tensors of any layout are read where they are (``operators.regions``).
 
-Which operation it is, is known once the module around returns: until then, in a first forward, what is saved waits as
-it is (``operators.sites``). Tensors of any layout are read where they lie (``operators.regions``).
+**Shared memory.** A tensor is packed once for all operations that save it or a view of the same memory, as long as it
+is not written to. Where readers need different bits, it has the most of them, from the second forward on. If something
+retains its storage uncompressed (a ReLU saves its result before the next layer saves it as its input), packing would
+add memory, so it stays. What retains it later cannot undo a pack: those bytes are counted.
 
-What a mask has put values into (``masked_fill``, ``where``) stays as it is whatever it holds at that moment. Other
-outliers may come later than that, with the first batch that is padded, say. So they are looked for again in the 2nd,
-4th, 8th forward and so on, and in every 128th from then on: what has some stays as it is from then on, with a warning,
-since they may have come in a forward in between.
+**Outliers.** What a mask put values into (``masked_fill``, ``where``) stays uncompressed, whatever it holds at that
+moment. Other outliers may come later, for example with the first batch that is padded. So they are looked for again in
+the 2nd, 4th, 8th forward and so on, and in every 128th; a tensor with outliers stays uncompressed from then on, with a
+warning, since they may have come in a forward in between.
 
 **Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
-errors enter no other gradient, and those of many rows cancel, as in a linear layer. So of a product with *one parameter
-of fewer values* the other factor may have fewer bits than what the input gradient is computed from. Where the parameter
-may be the learned step of a quantization, both factors stay as they are (``codec.saved_ops.is_step``).
+errors enter no other gradient, and those of many rows cancel, as in a linear layer. So in a product with *one parameter
+of fewer values* the other factor may have fewer bits than what an input gradient is computed from. Where the parameter
+may be the learned step of a quantization, both factors stay uncompressed (``codec.saved_ops.is_step``).
 
-Hooks that are open around a scope get the packed values, and everything that is left alone, in place of the graph: a
-``SavedTensorMeter`` counts what is kept, ``save_on_cpu`` moves it. ``torch.func`` transforms inside a scope fail, as
-they do with all hooks.
+Hooks that are open around a scope get the packed values, and all that stays uncompressed, in place of the graph: a
+``SavedTensorMeter`` counts it, ``save_on_cpu`` moves it. ``torch.func`` transforms inside a scope fail, as they do with
+all hooks.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +59,7 @@ from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
 from lightning_actprune.codec.outliers import is_captured, loses_values
-from lightning_actprune.codec.pack_cache import Retainers, StorageKey, place_of
+from lightning_actprune.codec.pack_cache import Retainers, StorageKey
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
     refusal,
@@ -68,50 +67,37 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
     unseen_by_compilers,
 )
-from lightning_actprune.codec.saved_ops import OUTLIER, SAVED_OPS, Facts, Policy, Use, storage_for
+from lightning_actprune.codec.saved_ops import OUTLIER, Facts, Policy, Use, storage_for
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.hooks import (
     MODULE_ATTRIBUTES,
     add_hooks,
-    caller,
     dropped_by_checkpoint,
     eager_modules,
     explain,
+    in_compiled_region,
     is_recomputation,
-    runs_again,
 )
-from lightning_actprune.operators.readers import (
-    ATTENTION,
-    PRODUCTS,
-    READERS,
-    VIEWS_AND_CASTS,
-    is_masked,
-    operator_name,
-    use_of,
-)
-from lightning_actprune.operators.regions import (
-    Hooks,
-    Layout,
-    QuantizedRegion,
-    QuantizedView,
-    Unchanged,
-    as_read,
-    layout_of,
-)
+from lightning_actprune.operators.readers import ATTENTION, PRODUCTS, VIEWS_AND_CASTS, is_masked
+from lightning_actprune.operators.regions import Hooks, QuantizedRegion, Uncompressed, as_read, layout_of
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
-from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Operations, Site, Waiting, is_own_result
+from lightning_actprune.operators.sites import (
+    MAX_STEPS,
+    Decision,
+    Operations,
+    SavedActivation,
+    Site,
+    SiteDecisions,
+    is_own_result,
+)
 
 BITS_OF_SHAPE = min(BITS)
-"""Bits of a tensor of which backward reads the shape alone: they are of no account."""
-_CHECKED = frozenset(
-    operator_name(node) for row in SAVED_OPS if row.inputs in (Use.LINEAR, Use.BOUNDED) for node in row.node_names
-)
-"""Operations for which outliers are looked for."""
+"""Bits of a tensor of which backward reads the shape alone."""
+_JUDGED = Use.LINEAR.name, Use.BOUNDED.name
+"""Uses for which outliers are looked for."""
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
-PATIENCE = 16
-"""Forwards for which new sites are waited for, to be decided, after one in which there were some and none could be."""
 
 
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
@@ -119,8 +105,7 @@ def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
 
     Args:
         tensor: A saved tensor; one that needs no gradient is no weight.
-        shapes: Sorted shapes of parameters: what is computed from one, such as a weight with a mask, has its shape, or
-            is a view of what has.
+        shapes: Sorted shapes of parameters, which what is computed from them has too, such as a weight with a mask.
     """
     if not tensor.requires_grad:
         return False
@@ -134,11 +119,6 @@ def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
     return tuple(sorted(shaped.shape)) in shapes or _copies_parameter(tensor)
 
 
-def is_attention_result(tensor: Tensor) -> bool:
-    """Return whether fused attention has computed ``tensor``."""
-    return tensor.grad_fn is not None and tensor.grad_fn.name() in ATTENTION
-
-
 def _copies_parameter(tensor: Tensor) -> bool:
     """Return whether views and casts alone lie between a parameter and ``tensor``."""
     node = tensor.grad_fn
@@ -150,7 +130,7 @@ def _copies_parameter(tensor: Tensor) -> bool:
 
 
 class _Packing(threading.local):
-    """Tells the hooks around which tensor it is that they are given a packed one for."""
+    """Tells the hooks around which tensor they get the packed values of."""
 
     def __init__(self) -> None:
         self.original: Tensor | None = None
@@ -164,11 +144,11 @@ class CompressedRow:
     """Tensors of one shape that a module saved, and that were packed.
 
     Args:
-        fqn: Fully qualified name of the innermost module with hooks that ran: where it has children, for these too.
+        fqn: Fully qualified name of the innermost module with hooks that ran, which stands for its children too.
         shape: Shape of the tensors.
         dtype: Type of their values.
-        count: How many were packed; who saved what was packed already is not counted.
-        dense_bytes: Bytes of their values as they are.
+        count: How many were packed; operations that share one are counted once.
+        dense_bytes: Bytes of the tensors.
         stored_bytes: Bytes stored in their place.
     """
 
@@ -182,12 +162,12 @@ class CompressedRow:
 
 @dataclass
 class LeftRow:
-    """Tensors that would qualify, and stay as they are for the operation that saved them.
+    """Tensors that would qualify, and stay uncompressed for the operation that saved them.
 
     Args:
         fqn: Fully qualified name of the module that ran.
         operation: Its name (``"grid_sampler2_d"``), ``"unknown"`` if it was not found.
-        reason: Why they stay as they are.
+        reason: Why they stay uncompressed.
         count: How many.
         nbytes: Their bytes.
     """
@@ -215,7 +195,7 @@ class OpenHooks:
         open_hooks(self)
 
     def close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
-        """Take the hooks off the stack, and keep what waits."""
+        """Take the hooks off the stack, and store what waits."""
         close_hooks(self)
         self._context.__exit__(None, None, None)
         finish(self.operations)
@@ -226,41 +206,43 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.counts: list[int] = []
+        """How many operations saved an activation in each of these calls."""
         self.hooks: OpenHooks | None = None
         self.outermost = ""
 
 
 def _has_children(module: nn.Module) -> bool:
-    """Return whether there are any: their own truth is their length, which is 0 or, of a compiled one, an error."""
+    """Return whether a module has children, whose own truth is their length, or an error if they are compiled."""
     return next(module.children(), None) is not None
 
 
 def _attributes(module: nn.Module) -> list[Any]:
-    """Return the values of the attributes that torch does not know of."""
+    """Return the values of a module's attributes that are not torch's."""
     return [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
 
 
 class SavedTensorCompression:
-    """Quantize what autograd saves while a module runs, if nothing better is known about it (see the module).
+    """Quantize tensors that autograd saves while a module runs, outside supported layers (see the module).
 
-    It attaches plain forward hooks, which are gone after ``detach``; what is saved by then stays packed. Copies and
+    It attaches plain forward hooks, which are gone after ``detach``; what was saved before stays packed. Copies and
     pickles of the modules have hooks that do nothing. As a context manager it is attached inside.
 
     Args:
-        module: In scope is whatever runs in it, in its children, or in modules further down that have children, whoever
-            calls these; hooks on all others too would cost the host several times as much. Compiled modules are not.
-        keep: How tensors are kept, of which ``bits`` and ``block_size`` count; by default in eight bits.
-        min_values: Tensors of fewer values are left alone. Packing and unpacking one costs the host the same
-            whatever its size, for which 2^16 values in 16 bits give back 64 KiB at most.
-        dense: Says of a module's fully qualified name whether what is saved while it runs is left alone; of that of
-            ``module``, ``"(root)"``, whether what it saves itself is.
+        module: Its scopes are its own calls and those of its children and of all modules in it that have children,
+            but not of compiled modules; hooks on all modules would cost the host several times as much.
+        keep: Its ``bits`` and ``block_size`` are those of the packed tensors; by default eight bits.
+        min_values: Tensors of fewer values stay uncompressed. To pack and unpack one takes the host the same time
+            whatever its size, and 2^16 values in 16 bits give back 64 KiB at most.
+        dense: Says of a module by its fully qualified name whether all that is saved while it runs stays uncompressed;
+            of ``module`` itself, ``"(root)"``, whether what it saves in its own forward does.
         parameter_bits: Bits of what only the gradient of a parameter needs, by default those of ``keep``.
-        operations: Bits by the name of an operation (``"grid_sampler2_d"``, as tables show it), ``None`` to leave what
-            it saves as it is: in place of what is known of it (``codec.saved_ops``).
-        attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attended``, 0 to
-            leave it as it is; by default those of ``keep``.
+        operations: Bits by the name of an operation, as tables show it (``"grid_sampler2_d"``), in place of those by
+            ``codec.saved_ops``; ``None`` for uncompressed.
+        attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attended``, 0 for
+            uncompressed; by default those of ``keep``.
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
-            a strategy may route the whole step through, is no scope, but what it calls is.
+            a strategy may route the whole step through, is no scope, but those of the modules in it are.
 
     Raises:
         TypeError: If an argument is not of its type.
@@ -291,7 +273,7 @@ class SavedTensorCompression:
         if not isinstance(keep, Keep):
             raise TypeError(f"`keep` must be a Keep, got {keep!r}. HINT: such as Keep(bits=8).")
         if keep.bits is None:
-            raise ValueError("`keep` must have `bits`: nothing else is done to what is saved. HINT: Keep(bits=8).")
+            raise ValueError("`keep` must have `bits`: without, no tensor would be packed. HINT: Keep(bits=8).")
         self._block_size, self._bits = keep.block_size, keep.bits
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
         bits = dict.fromkeys(("saved", "query", "key", "value", "attended"), keep.bits) | dict(attention or {})
@@ -302,27 +284,26 @@ class SavedTensorCompression:
                 (name, check_bits(of, "operations") or 0) for name, of in sorted((operations or {}).items())
             ),
         )
-        self._decisions: dict[Site, Decision] = {}
-        self.decided = Decided()
+        self.decisions = SiteDecisions()
         self._forwards: Counter[str] = Counter()
-        self._waits: Counter[str] = Counter()
         self._loss_inside = loss_inside
         self._names = {m: plain_name(fqn) for fqn, m in module.named_modules()}
         left_alone = {m for m, fqn in self._names.items() if dense(fqn)}
         self._left_alone_itself = {m for m in left_alone if self._names[m] == ROOT}
-        """Of the model, that is what it saves itself; of any other module, also what is in it."""
+        """The model, if what it saves in its own forward stays uncompressed."""
         self._left_alone = left_alone - self._left_alone_itself
         self._weight_shapes: set[tuple[int, ...]] = set()
         self._handles: list[RemovableHandle] = []
         self._scope = _Scope()
         self._packed = Retainers()
-        self._unchanged = Retainers()
+        self._first_readers: WeakKeyDictionary[QuantizedRegion, Site] = WeakKeyDictionary()
+        self._uncompressed = Retainers()
         self.paused = False
-        """Whether forwards save what they do without it."""
+        """Whether forwards save the same as without the hooks."""
         self.reset()
 
     def for_compilers(self) -> Model:
-        """Return how a compiler is to keep what no layer is known for, of which it does not know the module."""
+        """Return the settings for a compiler, which does not know the module that saves a tensor."""
         inside = bool(self._left_alone_itself) or any(map(_has_children, self._left_alone))
         unknown = inside or any(operator_of(module) is None for module in self._left_alone)
         policy = self._policy
@@ -346,28 +327,28 @@ class SavedTensorCompression:
 
     @property
     def left(self) -> list[LeftRow]:
-        """What would qualify, and was left as it is for its operation, since the last ``reset``."""
+        """What would qualify, and stayed uncompressed for its operation, since the last ``reset``."""
         return list(self._left.values())
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Start counting anew."""
         self._rows: dict[Any, CompressedRow] = {}
         self._left: dict[Any, LeftRow] = {}
         self.retained_twice_bytes = 0
-        """Bytes stored of tensors whose storage something else saved as it is later on: they were added, not saved."""
+        """Bytes of packed tensors whose storage something retained uncompressed later on, so that they save none."""
 
     def attach(self) -> Self:
-        """Let what the modules' next forwards save be quantized. Does nothing if attached."""
-        missing = refusal("Quantizing what no layer is known for", FOR_OPERATIONS)
+        """Quantize what the next forwards save. Does nothing if attached."""
+        missing = refusal("Quantizing what operations outside supported layers save", FOR_OPERATIONS)
         if missing is not None:
-            warnings.warn(f"{missing} It stays as it is.", stacklevel=2)
+            warnings.warn(f"{missing} It stays uncompressed.", stacklevel=2)
         elif not self._handles:
             weights = (p for p in self._module.parameters() if not is_lazy(p) and p.dim() > 1)
             self._weight_shapes = {tuple(sorted(p.shape)) for p in weights}
             called = {self._module, *self._module.children()} | {m for m in self._module.modules() if _has_children(m)}
             called |= self._left_alone
             called -= {self._module} if self._loss_inside else set()
-            # What runs again keeps nothing of what is saved in it, and hooks would cost the host time twice.
+            # What runs again in backward keeps nothing that is saved in it.
             for module in called & eager_modules(self._module, running_again=False):
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                     self._handles += add_hooks(module, self._enter, self._leave)
@@ -378,23 +359,23 @@ class SavedTensorCompression:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._close()  # what a forward that was interrupted has left open
+        self._close()  # after a forward that was interrupted
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         scope = self._scope
         if scope.running and scope.running[0] is module and scope.hooks is not None:
-            # A call of the same module inside itself is rare. More likely the last one was interrupted (Ctrl-C), after
-            # which torch calls no hook.
+            # The last call was interrupted (Ctrl-C), after which torch calls no hook; a call inside itself is rare.
             self._close()
         if not scope.running:
             scope.outermost = self._names.get(module, "")
             scope.hooks = self._open(scope.outermost)
         scope.running.append(module)
+        scope.counts.append(0)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._scope.running
         if running and running[-1] is module:
-            running.pop()
+            running.pop(), self._scope.counts.pop()
             if output is None and sys.exc_info()[0] is not None:  # it raised
                 explain(sys.exc_info()[1])
                 if not running:
@@ -402,8 +383,10 @@ class SavedTensorCompression:
             elif not running:
                 left = lambda: (args, *map(_attributes, module.modules()))  # noqa: E731
                 self._close(lambda operations: operations.returned(output, 0, left))
-            elif self._scope.hooks is not None:
-                self._scope.hooks.operations.returned(output, len(running))
+            elif (hooks := self._scope.hooks) is not None:
+                top = top_saved_tensors_hooks(False)
+                if top is not None and top[0] is hooks.pair[0]:  # a checkpoint would record what packing computes
+                    hooks.operations.returned(output, len(running))
 
     def _open(self, outermost: str) -> OpenHooks | None:
         if self.paused or not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or is_recomputation():
@@ -413,115 +396,100 @@ class SavedTensorCompression:
             return None
         self._forwards[outermost] += 1
         checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
-        operations = Operations(self._decide, outermost not in self.decided.settled, checked)
+        operations = Operations(self._store, self.decisions.sites, not self.decisions.is_settled(outermost), checked)
         return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
         scope = self._scope
         scope.running.clear()
+        scope.counts.clear()
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
             hooks.close(finish)
-            operations, name = hooks.operations, scope.outermost
-            if operations.undecided:
-                self.decided.settled.discard(name)
-                if not operations.watched:
-                    self._waits[name] = PATIENCE
-            elif self._waits[name] > 0:  # these sites may not be in each forward
-                self._waits[name] -= 1
-            else:
-                self.decided.settled.add(name)
+            self.decisions.end(scope.outermost, hooks.operations.has_new_site)
 
     @unseen_by_compilers
-    def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Unchanged | QuantizedView:
-        # This runs for everything that is saved: what most of it is spared by comes first.
+    def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Uncompressed | SavedActivation:
+        # This runs for everything that is saved: checks that most tensors fail come first.
         saving = operations.saves(tensor)
         if type(tensor) is not Tensor or tensor.numel() < self.min_values or tensor.dtype not in KERNEL_DTYPES:
-            return Unchanged(tensor, outer)
+            return Uncompressed(tensor, outer)
         if self._is_left_alone(tensor):
-            return Unchanged(tensor, outer)
-        frame = caller()
-        layout = self._layout(tensor, frame)
-        if layout is None or tensor.untyped_storage()._cdata in self._unchanged:
+            return Uncompressed(tensor, outer)
+        is_activation = tensor.requires_grad and tensor.shape[-1:] != (1,)
+        layout = layout_of(tensor.shape, tensor.stride(), self._block_size) if is_activation else None
+        if layout is None:
             return self._retain(tensor, outer)
-        if is_own_result(tensor) and not is_attention_result(tensor):
-            return self._retain(tensor, outer)
-        site = Site(self._running_name(), frame.f_code, frame.f_lasti, saving.count - 1)
-        decision = self._decisions.get(site) or self._decision_before(site)
-        if decision is not None and operations.checked:
-            decision = self._checked(site, decision, tensor, layout)
-        if decision is not None and not decision.bits:
-            self._count_left(site.fqn, decision, tensor)
-            return self._retain(tensor, outer)
-        view = QuantizedView(tensor.shape, layout.dense_strides, site.fqn, self._may_read)
-        if decision is None:
-            operations.wait(site, view, tensor, layout, outer, len(self._scope.running))
-        else:
-            view.stored = self._quantized(tensor, layout, decision.bits, outer, site.fqn)
-        return view
+        scope, is_result, stay = self._scope, is_own_result(tensor), None
+        if not is_result or cast(Any, tensor.grad_fn).name() in ATTENTION:
+            if saving.ordinal < 0:
+                saving.ordinal = scope.counts[-1]
+                scope.counts[-1] += 1
+            # Hooks around may ask whether a compiled region saves the tensor, which shows only while it does.
+            is_compiled = outer is not None and in_compiled_region()
+            if not is_compiled and tensor.untyped_storage()._cdata not in self._uncompressed:
+                module = scope.running[-1]
+                fqn = self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name
+                place, depth = saving.count - 1, len(scope.running)
+                stay = SavedActivation(tensor, layout, saving, place, is_result, fqn, depth, outer)
+        operations.look_behind(tensor, len(scope.running), stay)
+        return self._retain(tensor, outer) if stay is None else stay
 
-    def _decision_before(self, site: Site) -> Decision | None:
-        """Return what was decided before a checkpoint."""
-        known = self.decided.before.get(site.described) if self.decided.before else None
-        if known is not None:
-            self._decisions[site] = Decision(*known)
-        return self._decisions.get(site)
-
-    def _checked(self, site: Site, decision: Decision, tensor: Tensor, layout: Layout) -> Decision:
-        """Return the decision for a site, which outliers that have come since it was made change."""
-        if (
-            not decision.bits
-            or decision.operation not in _CHECKED
-            or self._policy.bits_by_rule(decision.operation) is not None
-            or is_captured(tensor)
-            or not loses_values(as_read(tensor, layout), layout.block)
-        ):
-            return decision
-        warnings.warn(
-            f"What module {site.fqn!r} saves for {decision.operation!r} has outliers now that take all steps of their "
-            "block for themselves, as masks do. From now on it stays as it is; gradients may have been off since the "
-            f"last look at it, up to {CHECKED_EVERY} forwards ago. HINT: a rule leaves it alone from the start "
-            f"(`rules={{'operation:{decision.operation}': None}}`).",
-            stacklevel=2,
-        )
-        self._decisions[site] = changed = Decision(0, decision.operation, OUTLIER)
-        self.decided.sites[site.described] = changed
-        return changed
-
-    def _may_read(self, node: str) -> bool:
-        return node in READERS or bool(self._policy.bits_by_rule(operator_name(node)))
-
-    def _decide(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> None:
-        """Decide how what a site saves is kept, and keep so what waits for that."""
-        decision = self._decision(stay, nodes, operations)
-        if operations.watched:
-            self._decisions[stay.site] = decision
-            self.decided.sites[stay.site.described] = decision
-        else:  # who shares small tensors was not noted: the next forward decides
-            decision = Decision(0, decision.operation, "it was not there in the forward before")
-        address, tensor = stay.tensor.untyped_storage()._cdata, stay.tensor
-        if decision.bits and tensor._version == stay.version and address not in self._unchanged:
-            stay.view.stored = self._quantized(tensor, stay.layout, decision.bits, stay.outer, stay.view.fqn)
+    def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:
+        """Store a tensor at a site; the decision is ``None`` for a new one."""
+        decision, tensor = self._decide(stay, decision, operations), stay.tensor
+        address = tensor.untyped_storage()._cdata
+        if decision.bits and tensor._version == stay.version and address not in self._uncompressed:
+            stay.store(self._quantized(stay, decision.bits))
             return
         if decision.reason:
-            self._count_left(stay.site.fqn, decision, tensor)
-        stay.view.stored = self._retain(tensor, stay.outer, stay.version)
+            key = stay.fqn, stay.site.operation
+            row = self._left.setdefault(key, LeftRow(*key, decision.reason))
+            row.count += 1
+            row.nbytes += tensor.nbytes
+        stay.store(self._retain(tensor, stay.outer, stay.version))
 
-    def _decision(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> Decision:
-        node = nodes.get(stay.saving.number)
-        if node is None:
-            return Decision(0, "unknown", "its operation is not behind an output of its module")
-        name, use = operator_name(node.name()), use_of(node, stay.site.place, stay.is_result)
-        judged = use in (Use.LINEAR, Use.BOUNDED) and self._policy.bits_by_rule(name) is None
-        facts = self._facts(stay, nodes, operations) if judged else Facts()
-        storage = storage_for(name, use, facts, self._policy)
-        return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, name, storage.reason)
+    def _decide(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> Decision:
+        """Return the decision for the site of a tensor, which changes if outliers came since."""
+        site = stay.site
+        if decision is None:
+            operations.has_new_site = True
+            if not operations.is_watched:  # the next forward is
+                return Decision(0, "it was not there in the forward before")
+            decision = self.decisions.sites[site] = self._judge(stay, operations)
+        elif (
+            operations.is_checked
+            and decision.bits
+            and site.use in _JUDGED
+            and self._policy.bits_by_rule(site.operation) is None
+            and not is_captured(stay.tensor)
+            and loses_values(as_read(stay.tensor, stay.layout), stay.layout.block)
+        ):
+            warnings.warn(
+                f"What module {site.fqn!r} saves for {site.operation!r} now contains outliers that would destroy "
+                "precision, as masks do. It is saved uncompressed from now on; gradients may have been off since the "
+                f"last check, up to {CHECKED_EVERY} forwards ago. HINT: a rule leaves it uncompressed from the start "
+                f"(`rules={{'operation:{site.operation}': None}}`).",
+                stacklevel=2,
+            )
+            decision = self.decisions.sites[site] = Decision(0, OUTLIER)
+        return decision
 
-    def _facts(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> Facts:
-        """Return what is known of a tensor; the one that waits for the device is asked for last."""
+    def _judge(self, stay: SavedActivation, operations: Operations) -> Decision:
+        """Return the decision for a new site."""
+        site = stay.site
+        if not site.node:
+            return Decision(0, "its operation is not behind an output of its module")
+        judged = site.use in _JUDGED and self._policy.bits_by_rule(site.operation) is None
+        facts = self._facts(stay, operations) if judged else Facts()
+        storage = storage_for(site.operation, Use[site.use], facts, self._policy)
+        return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, storage.reason)
+
+    def _facts(self, stay: SavedActivation, operations: Operations) -> Facts:
+        """Return the facts about a tensor; outliers come last, since the host waits for them."""
         saving, tensor = stay.saving, stay.tensor
-        is_factor = nodes[saving.number].name() in PRODUCTS
-        if is_factor and operations.shares(stay, nodes):
+        is_factor = stay.site.node in PRODUCTS
+        if is_factor and operations.shares(stay):
             return Facts(has_step_as_factor=True)
         if is_masked(tensor):
             return Facts(is_masked=True)
@@ -532,67 +500,53 @@ class SavedTensorCompression:
         return Facts(fewer, has_outliers=loses_values(as_read(tensor, stay.layout), stay.layout.block))
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of a type that can be packed stays as it is, for what it is or where it is saved."""
-        if tensor.is_nested or tensor.layout != torch.strided:  # of which nothing else may be asked
+        """Return whether a tensor stays uncompressed for what it is or where it is saved."""
+        if tensor.is_nested or tensor.layout != torch.strided:  # the other checks may fail for it
             return True
         if is_weight(tensor, self._weight_shapes) or not in_plain_eager_mode(tensor) or is_recomputation():
             return True
         running = self._scope.running
         return not (self._left_alone.isdisjoint(running) and self._left_alone_itself.isdisjoint(running[-1:]))
 
-    def _layout(self, tensor: Tensor, frame: FrameType) -> Layout | None:
-        """Return how to read an activation, ``None`` of anything else; ``frame``: who called the operation."""
-        if not tensor.requires_grad or tensor.shape[-1:] == (1,) or runs_again(frame):
-            return None
-        return layout_of(tensor.shape, tensor.stride(), self._block_size)
-
-    def _retain(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> Unchanged:
-        """Keep the tensor as it is, and know its storage as retained for as long as that is kept."""
-        kept, storage = Unchanged(tensor, outer, version), tensor.untyped_storage()
+    def _retain(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> Uncompressed:
+        """Leave a tensor uncompressed, and note that its storage is retained for as long as the graph lives."""
+        stored, storage = Uncompressed(tensor, outer, version), tensor.untyped_storage()
         address = storage._cdata
-        if address not in self._unchanged:
-            self._unchanged.add(StorageKey(storage), None, kept)  # type: ignore[no-untyped-call]
+        if address not in self._uncompressed:
+            self._uncompressed.add(StorageKey(storage), None, stored)  # type: ignore[no-untyped-call]
             self.retained_twice_bytes += sum(packed.nbytes for packed in self._packed.all_of(address))
-        return kept
+        return stored
 
-    def _quantized(self, tensor: Tensor, layout: Layout, bits: int, outer: Hooks | None, fqn: str) -> QuantizedRegion:
-        """Return the region of ``tensor`` in so many bits, as somebody has packed it already or packed now."""
-        stream, recording = place_of(tensor)
-        region = tensor.storage_offset(), layout.region, tensor.dtype, tensor._version, stream, recording
-        storage = tensor.untyped_storage()
-        for as_good in (bits, self._bits) if storage._cdata in self._packed else ():
-            known: QuantizedRegion | None = self._packed.find(storage._cdata, (*region, as_good))
-            if known is not None and known.goes_to(outer):
+    def _quantized(self, stay: SavedActivation, bits: int) -> QuantizedRegion:
+        """Return the region of a tensor in at least ``bits`` bits: as another reader has it, or packed now."""
+        tensor, outer = stay.tensor, stay.outer
+        storage, region = tensor.untyped_storage(), (tensor.storage_offset(), stay.layout.region, tensor.dtype)
+        name = *region, stay.version, *stay.stream
+        for other in BITS if storage._cdata in self._packed else ():
+            known: QuantizedRegion | None = self._packed.find(storage._cdata, (*name, other))
+            if known is None or not known.goes_to(outer):
+                continue
+            if other >= bits:
                 return known
+            site = self._first_readers[known]
+            if 0 < self.decisions.sites[site].bits < bits:  # the next forward stores it once, for both
+                self.decisions.sites[site] = Decision(bits)
         packing.original = tensor
         try:
-            packed = QuantizedRegion(tensor, layout, bits, outer)
+            packed = QuantizedRegion(tensor, stay.layout, bits, outer)
         finally:
             packing.original = None
-        self._packed.add(StorageKey(storage), (*region, bits), packed)  # type: ignore[no-untyped-call]
-        self._count(fqn, tensor, packed.nbytes)
-        return packed
-
-    def _running_name(self) -> str:
-        running = self._scope.running
-        module = running[-1] if running else self._module
-        return self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name of its own
-
-    def _count_left(self, fqn: str, decision: Decision, tensor: Tensor) -> None:
-        key = fqn, decision.operation
-        row = self._left.setdefault(key, LeftRow(fqn, decision.operation, decision.reason))
-        row.count += 1
-        row.nbytes += tensor.nbytes
-
-    def _count(self, fqn: str, tensor: Tensor, stored_bytes: int) -> None:
-        key = fqn, tensor.shape, tensor.dtype
-        row = self._rows.setdefault(key, CompressedRow(fqn, tuple(tensor.shape), tensor.dtype))
+        self._first_readers[packed] = stay.site
+        self._packed.add(StorageKey(storage), (*name, bits), packed)  # type: ignore[no-untyped-call]
+        key = stay.fqn, stay.shape, tensor.dtype
+        row = self._rows.setdefault(key, CompressedRow(stay.fqn, tuple(stay.shape), tensor.dtype))
         row.count += 1
         row.dense_bytes += tensor.nbytes
-        row.stored_bytes += stored_bytes
+        row.stored_bytes += packed.nbytes
+        return packed
 
 
 @unseen_by_compilers
-def unpack_saved(kept: Unchanged | QuantizedView) -> Tensor:
-    """Return what was saved: the unpack hook of every scope."""
-    return kept.tensor()
+def unpack_saved(saved: Uncompressed | SavedActivation) -> Tensor:
+    """Return a saved tensor: the unpack hook of every scope."""
+    return saved.unpack()

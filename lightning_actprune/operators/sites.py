@@ -1,53 +1,51 @@
-"""Which operation saves a tensor: it is found once the module around returns, and decided for good for its site.
+"""Which operation saves a tensor: the tensor waits until its operation is known, and is stored as that one bears.
 
-Hooks are given a tensor, and not told for whom. The operation's node is in the graph, though, once the module around
-returns: its number is known when it saves, since autograd numbers nodes in order, and it is found by that number behind
-the module's outputs. So what a *site* saves (an instruction in the code of a module, and how many tensors the operation
-has saved before) waits, as it is, in the first forward, until the module returns. Then it is decided how what this site
-saves is kept, for good, also after a checkpoint (``Decided``). In backward, the node that reads a packed tensor is
-asked for its name: if another operation has come to the site meanwhile, and may not read it, that is an error. What is
-not found (the graph of an output that nobody can see) stays as it is. What is written to while it waits is an error in
-backward, as without hooks.
+Saved-tensor hooks get a tensor, but not the operation that saves it. The node of the operation can be seen soon after,
+though: behind what a later operation saves, or behind what the module returns. Autograd numbers the nodes of a thread
+in order, and makes a node before it saves anything, so the newest number at that moment is that of the operation.
 
-The number also tells an operation's *results* from its inputs: its node is made before it saves anything, so it is the
-newest one of its thread, and that of an input is older.
+No tensor is stored by a guess, then. What takes a look at values or at a whole forward is remembered for the next ones:
+outliers, the learned step of a quantization (``codec.saved_ops.is_step``), and the bits that other readers of the same
+memory need. It is remembered for a ``Site``, which has the name of the operation and its ordinal in the call of a
+module. A new site is judged when its module returns. If a forward skips an operation, ordinals shift: a tensor may then
+come to the site of an equal operation nearby, but the most that it can take from there is that it has no outliers, for
+which ``operators.saved`` looks again and again.
 
-Who saves which small tensors is noted, and where the inverse of a parameter is a factor: by that the learned step of a
-quantization is known (``codec.saved_ops.is_step``).
+A tensor whose operation is not found, since nobody can see its output, stays uncompressed. So does one that is read or
+written to while it waits; to read it after it was written to is an error, as without hooks.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.private import get_sequence_nr, raw_stream
+from lightning_actprune.codec.pack_cache import place_of
+from lightning_actprune.codec.private import get_sequence_nr
 from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
-from lightning_actprune.operators.readers import nodes_since
-from lightning_actprune.operators.regions import Hooks, Layout, QuantizedView, Unchanged
+from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
+from lightning_actprune.operators.regions import Hooks, Layout, QuantizedRegion, Uncompressed
 
 MOST_SHARED = 2**16
-"""Values of a tensor below which it is noted who else saves it."""
+"""Operations that share a tensor are noted if it has fewer values."""
 _QUOTIENT = -1
-"""Stands for the number of the operation that has inverted a parameter."""
+"""Stands for the number of the operation that inverted a parameter."""
 _QUOTIENTS = nodes_of(Kind.QUOTIENT)
+PATIENCE = 16
+"""Forwards without a new site after which no new ones are expected: some operations run in few forwards."""
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
 
 def is_own_result(tensor: Tensor) -> bool:
-    """Return whether the operation that is saving ``tensor``, which has a history, has computed it.
+    """Return whether the operation that is saving ``tensor``, which has a history, computed it.
 
-    Its node was made before anything is saved, with the highest number so far; those of its inputs have lower ones. Of
-    operations that make several nodes before they save (``torch._foreach_exp``), only the last result is known.
+    Of operations that make several nodes before they save (``torch._foreach_exp``), only the last result is known.
     """
     node = tensor.grad_fn
     assert node is not None
@@ -75,144 +73,196 @@ def _parameters_behind(tensor: Tensor) -> tuple[list[Tensor], bool]:
 
 
 class Site(NamedTuple):
-    """Where something is saved.
+    """Where a tensor is saved, in primitives: the same in each forward, and in a training that is resumed.
 
     Args:
-        fqn: Name of the module that runs.
-        code: The code that calls the operation.
-        instruction: The instruction in it.
-        place: How many tensors the operation has saved before.
+        fqn: Name of the innermost module with hooks that runs.
+        ordinal: How many operations saved an activation before, in this call of the module itself.
+        node: Name of the operation's node, ``""`` if it was not found.
+        use: How its backward uses the tensor.
+        place: How many tensors the operation saved before.
+        source: Name of the node that computed the tensor.
+        dims: Dimensions of the tensor, whose sizes may differ from batch to batch.
+        itemsize: Bytes of a value.
     """
 
     fqn: str
-    code: CodeType
-    instruction: int
+    ordinal: int
+    node: str
+    use: str
     place: int
+    source: str
+    dims: int
+    itemsize: int
 
     @property
-    def described(self) -> str:
-        """The same in another process, as long as the code and the version of torch are the same."""
-        code = self.code
-        same = torch.__version__, code.co_code, code.co_names, code.co_firstlineno
-        return f"{self.fqn}: {code.co_name} {zlib.crc32(repr(same).encode()):08x} +{self.instruction} #{self.place}"
+    def operation(self) -> str:
+        """Name of the operation (``"grid_sampler2_d"``), ``"unknown"`` if its node was not found."""
+        return operator_name(self.node) or "unknown"
+
+
+_NOWHERE = Site("", -1, "", "", 0, "", 0, 0)
 
 
 class Decision(NamedTuple):
-    """How what a site saves is kept.
+    """How a tensor is stored.
 
     Args:
-        bits: Bits of a value, 0 for the tensor as it is.
-        operation: Name of the operation.
-        reason: Why it is kept as it is, ``""`` if it is not.
+        bits: Bits of a value, 0 for uncompressed.
+        reason: Why it stays uncompressed, ``""`` if it does not.
     """
 
     bits: int
-    operation: str
     reason: str = ""
 
 
 @dataclass
-class Decided:
-    """What is known of a model's sites, in primitives: a resumed training goes on with it.
+class SiteDecisions:
+    """What is remembered of a model's sites, for a checkpoint in primitives.
 
     Args:
-        sites: The decision for each site, as it is described.
-        settled: Names of the outermost modules of scopes in which nothing was undecided the last time.
-        before: The decisions that were made before a checkpoint.
+        sites: The decision for each site.
+        quiet: Forwards since the last new site, ``PATIENCE`` at most, by the name of the outermost module.
     """
 
-    sites: dict[str, tuple[int, str, str]] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
-    before: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    sites: dict[Site, Decision] = field(default_factory=dict)
+    quiet: dict[str, int] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it fit for a checkpoint."""
-        return {"sites": {site: list(known) for site, known in self.sites.items()}, "settled": sorted(self.settled)}
+        """Return the state for a checkpoint."""
+        return {"sites": [[*site, *decision] for site, decision in self.sites.items()], "quiet": dict(self.quiet)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what ``state_dict`` has returned."""
-        self.before = {site: (bits, operation, reason) for site, (bits, operation, reason) in state["sites"].items()}
-        self.sites |= self.before
-        self.settled |= set(state["settled"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Restore a ``state_dict``; return False for one of older versions, whose sites are offsets in bytecode."""
+        if "quiet" not in state:
+            return not state["sites"]
+        self.sites |= {Site(*row[:-2]): Decision(*row[-2:]) for row in state["sites"]}
+        self.quiet |= state["quiet"]
+        return True
+
+    def is_settled(self, outermost: str) -> bool:
+        """Return whether no new sites are expected."""
+        return self.quiet.get(outermost, 0) >= PATIENCE
+
+    def end(self, outermost: str, has_new_site: bool) -> None:
+        """Note that a forward ended, and whether a site was new in it."""
+        self.quiet[outermost] = 0 if has_new_site else min(self.quiet.get(outermost, 0) + 1, PATIENCE)
 
 
-@dataclass
+@dataclass(slots=True)
 class Saving:
     """An operation that saves tensors.
 
     Args:
         number: Of its node.
-        count: How many it has saved.
+        ordinal: See ``Site``; -1 if it saved no activation.
+        count: How many tensors it saved.
         parameters: Values of the parameters among them.
         small: Addresses of the storages of the small tensors among them that need a gradient, with their values.
     """
 
     number: int
+    ordinal: int = -1
     count: int = 0
     parameters: list[int] = field(default_factory=list)
     small: list[tuple[int, int]] = field(default_factory=list)
 
 
-@dataclass
-class Waiting:
-    """A tensor that waits for its operation to be known.
+@dataclass(slots=True, eq=False)
+class SavedActivation:
+    """What the graph holds in place of an activation, which waits until the node of its operation is found.
 
     Args:
-        site: Where it was saved.
-        saving: By whom.
-        view: What the graph holds.
-        tensor: The tensor.
+        tensor: The activation, until it is stored.
         layout: How it is read.
-        version: Its version.
-        stream: Number of the stream on which it was saved.
-        outer: The hooks around.
+        saving: The operation.
+        place: How many tensors the operation saved before.
+        is_result: Whether the operation computed the tensor.
+        fqn: Name of the module that ran.
         depth: How many modules run, of those whose outputs may lead to the operation.
+        outer: The hooks around.
     """
 
-    site: Site
-    saving: Saving
-    view: QuantizedView
     tensor: Tensor
     layout: Layout
-    version: int
-    stream: int
-    outer: Hooks | None
+    saving: Saving
+    place: int
+    is_result: bool
+    fqn: str
     depth: int
+    outer: Hooks | None
+    version: int = field(init=False)
+    stream: tuple[int, bool] = field(init=False)
+    """The stream on which it was saved, and whether that was recorded."""
+    shape: torch.Size = field(init=False)
+    site: Site = _NOWHERE
+    """Where it was saved, once the node is found."""
+    stored: QuantizedRegion | Uncompressed | None = None
 
-    @property
-    def is_result(self) -> bool:
-        """Whether its operation has computed it."""
-        node = self.tensor.grad_fn
-        return node is not None and node._sequence_nr() == self.saving.number
+    def __post_init__(self) -> None:
+        self.version, self.stream, self.shape = self.tensor._version, place_of(self.tensor), self.tensor.shape
+
+    def site_at(self, node: Any) -> Site:
+        """Return the site for the node of the operation, ``None`` for one that is not found."""
+        name = "" if node is None else node.name()
+        use = "" if node is None else use_of(node, self.place, self.is_result).name
+        tensor, before = self.tensor, self.tensor.grad_fn  # None if it was detached in place meanwhile
+        source = "" if before is None else before.name()
+        return Site(self.fqn, self.saving.ordinal, name, use, self.place, source, tensor.dim(), tensor.element_size())
+
+    def store(self, stored: QuantizedRegion | Uncompressed) -> None:
+        """Let go of the tensor."""
+        self.stored = stored
+        # What the graph holds has the hooks, and so what waits: the tensor would keep its own graph.
+        del self.tensor
+
+    def leave(self) -> None:
+        """Leave the tensor uncompressed."""
+        self.store(Uncompressed(self.tensor, self.outer, self.version))
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, unpacked anew."""
+        if self.stored is None:
+            self.leave()
+        values = cast(QuantizedRegion | Uncompressed, self.stored).unpack()
+        is_exact = isinstance(self.stored, Uncompressed)
+        return values if is_exact else values.as_strided(self.shape, self.layout.dense_strides)
 
 
 class Operations:
-    """What the operations of an open scope save.
+    """The operations of an open scope, and the tensors that wait for them.
 
     Args:
-        store: Keeps what waits, given the nodes that were found by their numbers.
-        watched: Whether it is noted which operations share small tensors, for new sites to be decided.
-        checked: Whether outliers are looked for again.
+        store: Stores a tensor by the decision for its site, ``None`` for a new one.
+        sites: The decisions.
+        is_watched: Whether operations that share small tensors are noted, by which new sites are judged.
+        is_checked: Whether outliers are looked for again.
     """
 
     def __init__(
-        self, store: Callable[[Waiting, Mapping[int, Any], Operations], None], watched: bool, checked: bool
+        self,
+        store: Callable[[SavedActivation, Decision | None, Operations], None],
+        sites: Mapping[Site, Decision],
+        is_watched: bool,
+        is_checked: bool,
     ) -> None:
-        self._store, self.watched, self.checked = store, watched, checked
+        self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
-        self._waiting: list[Waiting] = []
-        self.undecided = False
-        """Whether something was saved at a site of which it was not known how."""
+        self._waiting: list[SavedActivation] = []
+        self._names: dict[int, str] = {}
+        """Names of the nodes that were looked at, by their numbers."""
+        self.has_new_site = False
+        """Whether something was saved at a new site."""
 
     def saves(self, tensor: Tensor) -> Saving:
-        """Take note that an operation saves ``tensor``, and return it."""
+        """Note that an operation saves ``tensor``, and return the operation."""
         number = get_sequence_nr() - 1
         if number != self._saving.number:
             self._saving = Saving(number)
         saving = self._saving
         saving.count += 1
-        if not self.watched or not tensor.requires_grad:
+        if not self.is_watched or not tensor.requires_grad:
             return saving
         parameters, is_inverse = _parameters_behind(tensor)
         if parameters:
@@ -225,71 +275,82 @@ class Operations:
                 self._users.setdefault(step.untyped_storage()._cdata, set()).add(_QUOTIENT)
         return saving
 
-    def wait(
-        self, site: Site, view: QuantizedView, tensor: Tensor, layout: Layout, outer: Hooks | None, depth: int
-    ) -> None:
-        """Let ``tensor`` wait, as it is, until its operation is known."""
-        self.undecided = True
-        stay = Waiting(site, self._saving, view, tensor, layout, tensor._version, _stream(tensor), outer, depth)
-        view.settle = partial(self._leave_as_it_is, stay)
-        self._waiting.append(stay)
-
-    def shares(self, stay: Waiting, nodes: Mapping[int, Any]) -> bool:
-        """Return whether the factor with which what waits is multiplied may be the step of a quantization."""
+    def shares(self, stay: SavedActivation) -> bool:
+        """Return whether the factor with which the tensor is multiplied may be the step of a quantization."""
         for address, values in stay.saving.small:
             numbers = self._users[address] - {_QUOTIENT}
-            savers = (of_node(nodes[number].name()) if number in nodes else None for number in numbers)
+            savers = (of_node(self._names.get(number, "")) for number in numbers)
             if is_step(stay.tensor.numel(), values, savers, _QUOTIENT in self._users[address]):
                 return True
         return False
 
+    def look_behind(self, tensor: Tensor, depth: int, stay: SavedActivation | None) -> None:
+        """Store what waits for an operation behind a saved tensor, if its site is known.
+
+        Args:
+            tensor: The tensor.
+            depth: How many modules run.
+            stay: The tensor, if it has to wait itself.
+        """
+        if stay is not None:
+            self._waiting.append(stay)
+        if self._waiting and self._find([tensor]):
+            self._store_ready(depth)
+
     def returned(self, outputs: Any, depth: int, left: Callable[[], Any] = tuple) -> None:
-        """Keep what waits and whose operation is found behind the outputs of a module.
+        """Store what waits for an operation behind the outputs of a module.
 
         Args:
             outputs: What the module returned.
-            depth: How many modules run still; with none, all that waits is kept.
-            left: Returns where else modules may have left outputs, such as their attributes; asked with none running.
+            depth: How many modules run still; with none, all that waits is stored.
+            left: Returns where else modules may have left outputs, such as their attributes.
         """
-        inside = [stay for stay in self._waiting if stay.depth > depth and stay.view.settle is not None]
-        # What the graph holds has these hooks, and so this object: a tensor that stayed here would keep its own graph.
-        self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
-        if not inside:
+        if not self._waiting:
             return
-        first = min(stay.saving.number for stay in inside)
-        nodes = nodes_since(outputs, first)
-        if not depth and any(stay.saving.number not in nodes for stay in inside):
-            nodes |= nodes_since(left(), first)
-        for stay in inside:
-            node = nodes.get(stay.saving.number)
-            if node is None and depth:
-                stay.depth = depth  # the module around may return what this one has not
-                self._waiting.append(stay)
-                continue
-            stay.view.settle = None
-            with _on_stream(stay.tensor, stay.stream):
-                self._store(stay, nodes, self)
+        self._find(tensors_in(outputs))
+        if not depth:
+            lost = [stay for stay in self._waiting if stay.site is _NOWHERE]
+            if any(stay.site_at(None) not in self._sites for stay in lost):
+                self._find(tensors_in(left()))
+            for stay in lost:
+                stay.site = stay.site_at(None) if stay.site is _NOWHERE else stay.site
+        self._store_ready(depth)
 
     def interrupted(self) -> None:
-        """Keep all that waits as it is: the next forward decides."""
+        """Leave all that waits uncompressed: the next forward decides."""
         waiting, self._waiting = self._waiting, []
         for stay in waiting:
-            if stay.view.settle is not None:
-                self._leave_as_it_is(stay)
+            if stay.stored is None:
+                stay.leave()
 
-    def _leave_as_it_is(self, stay: Waiting) -> None:
-        """Keep what is read before its module returns."""
-        stay.view.settle = None
-        stay.view.stored = Unchanged(stay.tensor, stay.outer, stay.version)
+    def _find(self, tensors: Iterable[Tensor]) -> bool:
+        """Find nodes of what waits behind tensors; return whether there are any."""
+        unknown = [stay for stay in self._waiting if stay.site is _NOWHERE]
+        if not unknown:
+            return False
+        nodes = nodes_since(tensors, unknown[0].saving.number, self._names)
+        known = [stay for stay in unknown if stay.saving.number in nodes]
+        for stay in known:
+            stay.site = stay.site_at(nodes[stay.saving.number])
+        return bool(known)
 
-
-def _stream(tensor: Tensor) -> int:
-    """Return the number of the current stream, 0 without a GPU."""
-    return raw_stream(tensor.device.index) if tensor.is_cuda else 0
-
-
-def _on_stream(tensor: Tensor, stream: int) -> AbstractContextManager[Any]:
-    """Return a context in which ``stream``, on which ``tensor`` was saved, is the current one."""
-    if _stream(tensor) == stream:
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, tensor.device))  # type: ignore[no-untyped-call]
+    def _store_ready(self, depth: int) -> None:
+        """Store what waits at a known site, or in a module that returned; of one storage in the order of saving."""
+        waiting, self._waiting = self._waiting, []
+        held: set[int] = set()
+        for stay in waiting:
+            if stay.stored is not None:  # it was read meanwhile
+                continue
+            address = stay.tensor.untyped_storage()._cdata
+            decision = self._sites.get(stay.site)
+            is_ready = decision is not None or (stay.depth > depth and stay.site is not _NOWHERE)
+            if not is_ready or address in held:
+                stay.depth = min(stay.depth, depth)  # the module around may return what this one did not
+                held.add(address)
+                self._waiting.append(stay)
+                continue
+            if not stay.tensor.is_cuda or stay.stream[0] == place_of(stay.tensor)[0]:
+                self._store(stay, decision, self)
+            else:
+                with torch.cuda.stream(torch.cuda.ExternalStream(stay.stream[0], stay.tensor.device)):  # type: ignore[no-untyped-call]
+                    self._store(stay, decision, self)

@@ -101,7 +101,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_withou
         "skip_retained": True,
         "spread": {},
         "retained": {},
-        "saved": {"sites": {}, "settled": []},
+        "saved": {"sites": [], "quiet": {}},
     }
     model = Net()
     with pytest.warns(UserWarning, match="Please add the following callbacks"):
@@ -271,8 +271,9 @@ def test_what_a_checkpoint_says_counts(ckpt: Path):
     assert state["retained"].keys() == {"first", "late", "attention.out_proj"}
     assert state["retained"]["late"] == SQUARE
     assert "spread.1" in state["spread"]
-    pruning = quiet()
-    trained(pruning, ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
+    pruning, older = quiet(), {"sites": {"head: forward 0a1b2c3d +42 #0": [8, "mul", ""]}, "settled": ["head"]}
+    with pytest.warns(UserWarning, match="of an older version"):
+        trained(pruning, ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}, saved=older))
     assert reasons(pruning) == {"head": "as it was"}
     assert pruning.spread == {"spread.1": 0.5}
 

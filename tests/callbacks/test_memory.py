@@ -456,7 +456,7 @@ def test_what_compiled_code_keeps_is_listed_and_no_part_of_everything_else():
     compiled = [
         *2 * [Row("a.*.act", ("aten.gelu_backward",), (8,), torch.bfloat16, 4 * MIB, MIB, "packed", 3)],
         Row("c", ("aten.mm",), (8,), torch.float32, 2 * MIB, 0, "again", 0, "from another"),
-        Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "as it is", 0, "it is a mask"),
+        Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "uncompressed", 0, "it is a mask"),
     ]
     report = MemoryReport([], 6 * MIB, None, compiled_bytes=4 * MIB)
     result = {name: numbers for name, _, *numbers in cells(tabulate_memory(report, 7, compiled))}

@@ -149,7 +149,7 @@ def test_what_a_rule_leaves_dense_keeps_its_input(unmarked_layers: bool):
     model, x = made("transformer")
     rows = step(converted(model, {"blocks.0.proj": None}, unmarked_layers), x).rows
     attended = [row.how for row in rows if len(row.readers) > 1 and any("attention" in name for name in row.readers)]
-    assert attended == ["packed" if unmarked_layers else "as it is"]
+    assert attended == ["packed" if unmarked_layers else "uncompressed"]
 
 
 @pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.integration)])
@@ -169,7 +169,7 @@ def test_operations_are_known_where_inductor_decomposes_them(rules, forward, pac
         monkeypatch.setattr(readers, "original_operation", lambda node: "")
     model = converted(Calls(forward, fc=nn.Linear(64, 64), norm=nn.GroupNorm(8, 32, affine=False)), rules)
     rows = step(model, torch.randn(8, 32, 64), backend=planned).rows
-    assert [row.how for row in rows if row.name == "aten.addmm"] == ["packed" if packed and named else "as it is"]
+    assert [row.how for row in rows if row.name == "aten.addmm"] == ["packed" if packed and named else "uncompressed"]
 
 
 @pytest.mark.integration
@@ -262,7 +262,7 @@ def test_blocks_compiled_one_by_one_keep_their_inputs_packed(kind: str):
         found = run(other, other, x, packing.rows, autocast=False)
     torch.testing.assert_close(found.output, dense.output)  # the norm and the head are not compiled
     assert 1 - cosine(found, dense) < 1.2 * (1 - cosine(eager(converted(model, AGAIN), x), dense))
-    handed_on = {("as it is", 0)} if kind == "crossing" else set()  # which is an output, too
+    handed_on = {("uncompressed", 0)} if kind == "crossing" else set()  # which is an output, too
     assert {(row.how, row.bits) for row in found.rows if row.name == "blocks.*"} == {("packed", 8)} | handed_on
 
 

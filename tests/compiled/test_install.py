@@ -180,7 +180,7 @@ def test_a_mark_says_what_it_was_told():
 
 ROWS = [
     Row("blocks.*.fc1", ("aten.mm", "aten.add"), (4, 8, 64), torch.bfloat16, 4096, 1100, "packed", 4),
-    Row("aten.mul", (), (), torch.float32, 4, 4, "as it is", 0, 'a "reason" of its own'),
+    Row("aten.mul", (), (), torch.float32, 4, 4, "uncompressed", 0, 'a "reason" of its own'),
 ]
 
 
@@ -214,7 +214,7 @@ def test_a_log_gets_the_decisions_once_from_the_pass_or_from_code(text):
 
 
 def test_settled_rows_of_cached_code_replace_those_of_a_new_joint_graph(text):
-    other = [Row("other", (), (2,), torch.float32, 8, 8, "as it is")]
+    other = [Row("other", (), (2,), torch.float32, 8, 8, "uncompressed")]
     saved, rows = ROWS[0]._replace(stored_bytes=1000), DecisionLog()
     settle_logs([saved, *ROWS[1:], *other])
     text = pop_pending_text()

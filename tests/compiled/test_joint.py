@@ -92,7 +92,7 @@ def test_forward_is_dense_and_gradients_are_close(make, autocast):
     assert all(torch.isfinite(grad).all() for grad in found.grads.values())
     assert any(not torch.equal(found.grads[name], grad) for name, grad in dense.grads.items())
     # What is kept is what the report says, and besides that small tensors, integers and the batch.
-    stays = [row for row in found.rows if row.how == "as it is"]
+    stays = [row for row in found.rows if row.how == "uncompressed"]
     reported = [tensor for tensor in found.kept if tensor.dtype == torch.uint8]
     assert nbytes(reported) == recounted(found.rows) - recounted(stays)
     others = [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024 and t.numel() != x.numel()]

@@ -136,7 +136,7 @@ READS = [
 )
 def test_weights_without_bits_quotients_and_what_anything_else_reads_stay(attend, query: int, reason: str):
     rows = [row for row in stepped(attend, query).rows if row.shape == SHAPE and row.reason.startswith(reason)]
-    assert [row.how for row in rows] == ["as it is"]
+    assert [row.how for row in rows] == ["uncompressed"]
 
 
 @pytest.mark.integration
@@ -163,7 +163,7 @@ def test_so_does_what_leaves_the_graph(given):
             y, p = f(x)
             (y.square().mean() - (p.float() + 1e-6).log().mean()).backward()
             grads.append(model.qkv.layer.weight.grad.clone())
-    assert {row.how for row in packing.rows if row.name == "aten._softmax"} == {"as it is"}
+    assert {row.how for row in packing.rows if row.name == "aten._softmax"} == {"uncompressed"}
     assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), 0) > 0.999
 
 

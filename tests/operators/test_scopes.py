@@ -175,7 +175,7 @@ def test_nothing_is_kept_alive_and_no_cycle_is_made():
         with SavedTensorCompression(model, min_values=256) as saving:
             model(activation()).sum()
         assert not saving._packed._storages
-        assert not saving._unchanged._storages
+        assert not saving._uncompressed._storages
         assert [storage.expired() for storage in alive] == [True] * len(model)
     finally:
         gc.enable()
@@ -194,9 +194,13 @@ def test_checkpoints_run_again_exactly_and_nothing_in_them_is_packed(way):
         assert packed(saving) == 0
         assert top_hooks() is None
     beside = nn.Sequential(nn.LayerNorm(64), region, nn.SiLU())
+    expected = gradients(beside, x)
     with SavedTensorCompression(beside, min_values=256) as saving:
-        gradients(beside, x)
-    assert [(row.fqn, row.count) for row in saving.rows] == [("0", 1), ("2", 1)]
+        for count in (1, 2, 3):  # the input of the norm waits while the region runs
+            found = gradients(beside, x)
+            assert [(row.fqn, row.count) for row in saving.rows] == [("0", count), ("2", count)]
+    for gradient, exact in zip(found, expected, strict=True):
+        assert (gradient - exact).norm() <= 3 * typical(8) * exact.norm()
 
 
 @pytest.mark.integration
