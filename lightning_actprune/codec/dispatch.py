@@ -9,6 +9,9 @@ two.
 therefore worked out once and kept in a ``LaunchCache``: which kernels run, with what grid and constants. Only in plain
 eager mode: a compiler's symbolic sizes cannot be hashed, and a size that served as a key would be fixed.
 
+**A simulated GPU** is a backend, too: while a thread acts as one (``act_as``), kernels are chosen for tensors of the
+CPU, and allocate what they return, but run nothing. Its launches belong to it, so no other thread meets them.
+
 **Operators of the dispatcher** (``torch.ops.actprune.*``) may keep no memory: a compiler with CUDA graphs
 (``mode="reduce-overhead"``) runs operators in memory that it takes back, and raises if somebody holds on to some. And
 all results of an operator have to be new tensors. Kernels called directly do not heed that.
@@ -42,7 +45,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,17 +78,65 @@ _R = TypeVar("_R")
 _forced: Backend | None = None
 
 
+class Machine(NamedTuple):
+    """Properties of a device that the grids of kernels depend on."""
+
+    multiprocessors: int
+    shared_memory: int
+    major: int
+
+
+@dataclass(eq=False)
+class SimulatedGPU:
+    """A GPU on which kernels allocate what they return, on the CPU, and do not run (``analysis.simulate_step``).
+
+    Args:
+        machine: Its properties.
+        launches: Its launches, by the function that makes them.
+        counters: What ``kernels.sums`` counts in, by device and stream.
+    """
+
+    machine: Machine
+    launches: dict[Callable[..., Any], dict[Any, Any]] = field(default_factory=dict)
+    counters: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+
+
+class _Thread(threading.local):
+    operators: int = 0
+    gpu: SimulatedGPU | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def act_as(gpu: SimulatedGPU) -> Iterator[None]:
+    """Let this thread treat tensors of the CPU as those of ``gpu``; one dispatch mode, the simulator's, is open."""
+    before, _thread.gpu = _thread.gpu, gpu
+    try:
+        yield
+    finally:
+        _thread.gpu = before
+        gpu.launches.clear()  # whose keys name the GPU
+
+
+def simulated_gpu() -> SimulatedGPU | None:
+    """Return the GPU that this thread acts as."""
+    return _thread.gpu
+
+
 def in_plain_eager_mode(x: Tensor) -> bool:
     """Return whether nothing but our own kernels wants to see what is done to ``x``.
 
     That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
-    (whose tensors look like plain ones, even after it is over) and no dispatch mode.
+    (whose tensors look like plain ones, even after it is over) and no dispatch mode but that of a simulation.
     """
     if is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
         return False
     if are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
         return False
-    return len_torch_dispatch_stack() == 0
+    modes = len_torch_dispatch_stack()
+    return modes == 0 or (modes == 1 and _thread.gpu is not None)
 
 
 @functools.cache
@@ -121,7 +173,7 @@ def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, c
     if columns > MAX_COLUMNS:
         reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
     if device.type != "cuda":
-        if not _interpreting():
+        if not _interpreting() and _thread.gpu is None:
             reasons.append(f"device {device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
     elif torch.version.cuda is None:
         reasons.append("the GPU is not an NVIDIA one")
@@ -131,9 +183,9 @@ def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, c
     return reasons
 
 
-def forced_backend() -> Backend | None:
-    """Return what ``force_backend`` asks for; part of the key wherever a choice is kept."""
-    return _forced
+def forced_backend() -> Backend | SimulatedGPU | None:
+    """Return what decides on the backend before a tensor does; part of the key wherever a choice is kept."""
+    return _forced if _thread.gpu is None else _thread.gpu
 
 
 def choose_backend(
@@ -144,24 +196,16 @@ def choose_backend(
     Raises:
         RuntimeError: If the kernels are forced on a tensor they cannot take; the message lists the reasons.
     """
-    if _forced is None:
-        return _automatic(dtype, device, block_size, columns)
-    if _forced == "reference":
+    forced = forced_backend()
+    if forced == "reference" or (forced is None and device.type != "cuda"):
         return "reference"
     reasons = kernel_refusals(dtype, device, block_size, columns)
-    if reasons:
+    if reasons and forced == "triton":
         raise RuntimeError(
             f"The Triton kernels were forced but cannot take a {tuple(shape)} tensor: {'; '.join(reasons)}. "
             'HINT: use force_backend("reference") or a supported tensor.'
         )
-    return "triton"
-
-
-@functools.lru_cache(maxsize=1024)
-def _automatic(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> Backend:
-    if device.type != "cuda" or kernel_refusals(dtype, device, block_size, columns):
-        return "reference"
-    return "triton"
+    return "reference" if reasons else "triton"
 
 
 @functools.cache
@@ -182,7 +226,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 def has_fp32_product(x: Tensor) -> bool:
     """Return whether torch multiplies 16-bit matrices like ``x`` to an fp32 result (``torch.mm(out_dtype=)``)."""
     if not x.is_cuda or torch.version.cuda is None:
-        return False
+        return _thread.gpu is not None and x.dtype in (torch.float16, torch.bfloat16)
     if x.dtype == torch.float16:
         return not torch.backends.cuda.matmul.allow_fp16_accumulation
     return x.dtype == torch.bfloat16
@@ -201,38 +245,46 @@ def force_backend(backend: Backend | None) -> Iterator[None]:
         _forced = before
 
 
-class LaunchCache(dict[tuple[Any, ...], _R], Generic[_R]):
-    """The bound launches of one operation: ``cache[key]`` is what ``make(*key)`` returns, made once.
+TensorKey = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""Shape, strides and type of a tensor, and whether it starts at a multiple of 16 bytes."""
 
-    The key is a tuple of everything that a launch depends on: shapes, strides, dtypes, device and settings, for the
-    compiled kernels that it keeps also which tensors start at a multiple of 16 bytes (``is_aligned``), and
-    ``forced_backend()`` wherever a backend is chosen. A look-up of a launch that is there costs what one in a
-    dictionary costs, without a call of Python. Only one that is missing does, and then a cache that is full is emptied:
-    shapes that change all the time must not fill the memory.
+
+class LaunchCache(dict[tuple[Any, ...], _R | None], Generic[_R]):
+    """The bound launches of one operation, each made once: by what ``find`` reads of tensors, and by settings.
 
     Args:
-        make: Makes the launch of a key; ``None``, "not for the kernels", is kept too.
-        limit: Most launches.
+        make: Returns the launch for ``(device, *tensor_keys, *settings)``, or ``None``, which is stored too, if that is
+            not for the kernels. Types and alignment matter to the compiled kernels that a launch keeps.
+        limit: Most launches. A full cache is emptied: shapes that change all the time must not fill the memory.
     """
 
-    def __init__(self, make: Callable[..., _R], limit: int = 1024) -> None:
+    def __init__(self, make: Callable[..., _R | None], limit: int = 1024) -> None:
         super().__init__()
         self._make, self._limit = make, limit
 
-    def __missing__(self, key: tuple[Any, ...]) -> _R:
-        launch = self._make(*key)
-        if len(self) >= self._limit:
-            self.clear()
-        self[key] = launch
-        return launch
+    def find(self, settings: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> _R | None:
+        """Return the launch for tensors on the device of ``x``, in plain eager mode, ``None`` without one.
 
+        Where no kernel can run no address is read: not every device has addresses, and reading one ends a lazy copy.
+        """
+        gpu = _thread.gpu
+        backend = _forced if gpu is None else gpu
+        if not x.is_cuda if backend is None else backend == "reference":
+            return None
+        key: tuple[Any, ...] = backend, settings, x.device, (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+        for t in others:
+            key += (None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0),)
+        return self[key]
 
-def is_aligned(x: Tensor) -> bool:
-    """Return whether ``x`` starts at a multiple of 16 bytes, as far as that matters to anybody.
-
-    Where no kernel can run no address is asked for, which not every device has, and which ends a lazy copy.
-    """
-    return not (x.is_cuda or _forced is not None) or x.data_ptr() % 16 == 0
+    def __missing__(self, key: tuple[Any, ...]) -> _R | None:
+        _, settings, *arguments = key
+        launches = self if _thread.gpu is None else _thread.gpu.launches.setdefault(self._make, {})
+        if key not in launches:
+            launch = self._make(*arguments, *settings)
+            if len(launches) >= self._limit:
+                launches.clear()
+            launches[key] = launch
+        return launches[key]
 
 
 LONG_COMPILATION = 2.0
@@ -261,30 +313,23 @@ class Compilation:
 compilation = Compilation()
 
 
-class _Running(threading.local):
-    operators: int = 0
-
-
-_running = _Running()
-
-
 def as_operator(implementation: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return ``implementation`` as the dispatcher is to call it."""
 
     @functools.wraps(implementation)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        _running.operators += 1
+        _thread.operators += 1
         try:
             return implementation(*args, **kwargs)
         finally:
-            _running.operators -= 1
+            _thread.operators -= 1
 
     return called
 
 
 def in_operator() -> bool:
     """Return whether an operator runs that the dispatcher has called."""
-    return _running.operators > 0
+    return _thread.operators > 0
 
 
 def may_keep_memory(x: Tensor) -> bool:

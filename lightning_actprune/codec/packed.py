@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,11 +33,10 @@ from lightning_actprune.codec.blocks import (
 )
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
+    TensorKey,
     as_operator,
     choose_backend,
-    forced_backend,
     in_operator,
-    is_aligned,
     on_device_of,
 )
 
@@ -125,16 +124,15 @@ def pack(
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
-    columns, kept = ceil_div(x.shape[2], block_size), kept_blocks(x.shape, block_size, keep)
-    check_storable(x, bits, kept, block_size)
-    if x.numel() > 0 and kept > 0 and choose_backend(x.shape, x.dtype, x.device, block_size, columns) == "triton":
-        key = x.shape, x.stride(), x.dtype, x.device, is_aligned(x), block_size, keep, bits, selection
-        with on_device_of(x):
-            values, bitmap, offsets = _pack_launches[key](x)
-        if keeps_all(keep) and in_operator():  # whose results must be new: the launch has one tensor for all calls
-            bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
-        return values, bitmap, offsets
-    return blocks.pack(x, block_size, keep, bits, selection)
+    check_storable(x, bits, kept_blocks(x.shape, block_size, keep), block_size)
+    launch = _pack_launches.find((block_size, keep, bits, selection), x)
+    if launch is None:
+        return blocks.pack(x, block_size, keep, bits, selection)
+    with on_device_of(x):
+        values, bitmap, offsets = launch(x)
+    if keeps_all(keep) and in_operator():  # whose results must be new: the launch has one tensor for all calls
+        bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
+    return values, bitmap, offsets
 
 
 def traced_pack(x: Tensor, block_size: int, keep: int, bits: int, selection: str) -> tuple[Tensor, ...]:
@@ -174,13 +172,9 @@ def unpack_batch(
     """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
     values, bitmap, offsets = packed
     batch, rows, length = shape
-    kept, columns, device = values.shape[0], ceil_div(length, block_size), values.device
-    if kept and choose_backend(values.shape, dtype, device, block_size, columns) == "triton":
+    launch = _unpack_launches.find((shape, features_first, block_size, bits, dtype), values, bitmap, offsets)
+    if launch is not None:
         out = values.new_empty((rows, batch, length) if features_first else shape, dtype=dtype)
-        # The number of samples within which blocks compete, and, where something depends on it, that of blocks.
-        counts = bitmap.shape[0] if bitmap.shape[1] else 0, kept if bits else 0
-        aligned = is_aligned(values), is_aligned(bitmap), is_aligned(offsets)
-        launch = _unpack_launches[(*counts, shape, features_first, block_size, bits, device, dtype, aligned)]
         with on_device_of(values):
             launch(values, bitmap, offsets, out)
         return out
@@ -215,31 +209,14 @@ class Quantize:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``quantize(x, block_size, bits)``."""
-        launch = self._launches[x.shape, x.stride(), x.dtype, x.get_device(), is_aligned(x), forced_backend()]
+        launch = self._launches.find((), x)
         return quantize(x, *self._how) if launch is None else launch.store(x)
 
-    def _launch(
-        self,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: int,
-        aligned: bool,
-        _: Any,
-    ) -> QuantizeLaunch | None:
-        """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
+    def _launch(self, device: torch.device, x: TensorKey) -> QuantizeLaunch | None:
         block_size, bits = self._how
-        place, kept, columns = (
-            _place(device),
-            kept_blocks(shape, block_size, ALL_BLOCKS),
-            ceil_div(shape[2], block_size),
-        )
-        if strides[2] != 1 or not 0 < kept <= MAX_KEPT_BLOCKS:
+        if x[1][2] != 1 or kept_blocks(x[0], block_size, ALL_BLOCKS) > MAX_KEPT_BLOCKS:
             return None
-        if choose_backend(shape, dtype, place, block_size, columns) != "triton":
-            return None
-        launch = _pack_launch(shape, strides, dtype, place, aligned, block_size, ALL_BLOCKS, bits, "largest")
-        return cast("QuantizeLaunch", launch)
+        return cast("QuantizeLaunch | None", _pack_launch(device, x, block_size, ALL_BLOCKS, bits, "largest"))
 
 
 class Dequantize:
@@ -257,26 +234,17 @@ class Dequantize:
 
     def __call__(self, values: Tensor, rows: int, length: int) -> Tensor:
         """Return ``dequantize(values, rows, length, block_size, bits, dtype)``."""
-        launch = self._launches[rows, length, values.get_device(), is_aligned(values), forced_backend()]
+        launch = self._launches.find((rows, length), values)
         if launch is None:
             return dequantize(values, rows, length, *self._how)
         out = values.new_empty((rows, length), dtype=self._how[2])
         launch(values, values, values, out)  # two without meaning: there are no positions
         return out
 
-    def _launch(self, rows: int, length: int, device: int, aligned: bool, _: Any) -> Launch | None:
-        """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
+    def _launch(self, device: torch.device, values: TensorKey, rows: int, length: int) -> Launch | None:
         block_size, bits, dtype = self._how
-        columns, place = ceil_div(length, block_size), _place(device)
-        kept, shape = rows * columns, (1, rows, length)
-        if not kept or choose_backend(shape, dtype, place, block_size, columns) != "triton":
-            return None
-        return _unpack_launch(0, kept, shape, False, block_size, bits, place, dtype, (aligned,) * 3)
-
-
-def _place(device: int) -> torch.device:
-    """Return the device of a tensor by its number, which takes less time to ask for."""
-    return torch.device("cpu") if device < 0 else torch.device("cuda", device)
+        nowhere = torch.Size((0, 0)), (0, 1), torch.int32, True
+        return _unpack_launch(device, values, nowhere, nowhere, (1, rows, length), False, block_size, bits, dtype)
 
 
 @functools.cache
@@ -298,40 +266,41 @@ def unpack_all(values: Tensor, rows: int, length: int, block_size: int, bits: in
 
 
 def _pack_launch(
-    shape: tuple[int, int, int],
-    strides: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    block_size: int,
-    keep: int,
-    bits: int,
-    selection: str,
-) -> PackLaunch | QuantizeLaunch:
-    """Return the launch of an input; ``dtype`` and ``aligned`` matter only to the compiled kernels that it keeps."""
+    device: torch.device, x: TensorKey, block_size: int, keep: int, bits: int, selection: str
+) -> PackLaunch | QuantizeLaunch | None:
+    (samples, rows, length), strides, dtype, _ = x
+    shape = samples, rows, length
+    if not kept_blocks(shape, block_size, keep) or not samples * rows * length:
+        return None
+    if choose_backend(shape, dtype, device, block_size, ceil_div(length, block_size)) == "reference":
+        return None
     from lightning_actprune.kernels.pack import pack_launch
 
-    return pack_launch(shape, strides, block_size, keep, device, None, bits, selection)
+    return pack_launch(shape, (strides[0], strides[1], strides[2]), block_size, keep, device, None, bits, selection)
 
 
 def _unpack_launch(
-    samples: int,
-    kept: int,
+    device: torch.device,
+    values: TensorKey,
+    bitmap: TensorKey,
+    offsets: TensorKey,
     shape: tuple[int, int, int],
     features_first: bool,
     block_size: int,
     bits: int,
-    device: torch.device,
     dtype: torch.dtype,
-    aligned: tuple[bool, bool, bool],
-) -> Launch:
-    """Return the launch of a packed tensor; ``dtype`` and ``aligned`` matter only to the kernel that it keeps."""
+) -> Launch | None:
+    kept, (samples, words) = values[0][0], bitmap[0]
+    if not kept or choose_backend(values[0], dtype, device, block_size, ceil_div(shape[2], block_size)) == "reference":
+        return None
     from lightning_actprune.kernels.unpack import unpack_launch
 
-    return unpack_launch(samples, kept, shape, features_first, block_size, bits, device)
+    # The number of samples within which blocks compete, and, where something depends on it, that of blocks.
+    counts = samples if words else 0, kept if bits else 0
+    return unpack_launch(*counts, shape, features_first, block_size, bits, device)
 
 
-_pack_launches = LaunchCache(_pack_launch)
+_pack_launches: LaunchCache[PackLaunch | QuantizeLaunch] = LaunchCache(_pack_launch)
 _unpack_launches = LaunchCache(_unpack_launch)
 
 LIBRARY = torch.library.Library("actprune", "FRAGMENT")

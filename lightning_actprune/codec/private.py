@@ -47,7 +47,9 @@ Name                                   Says                              Without
 ``torch._subclasses``' fake tensors    what the dense model would keep   it is not known (warning)
 ``TorchDispatchMode``,                 what a step would have in use     no step is simulated (error)
   ``_scoped_library``, both kinds of
-  ``_scaled_dot_product_...`` attention
+  ``_scaled_dot_product_...``
+  attention, ``_dispatch_keyset_...``,
+  ``DispatchKey``
 ``torch.nn.modules.module``'s hooks    whether there are any for all     there may be: modules are not fused
 ``_inductor``'s and ``_functorch``'s   lets a pass see the joint graph   compiled layers keep what they do without it
   ``joint_custom_...`` and their kin   of forward and backward           (error where a pass is to be installed)
@@ -391,6 +393,8 @@ TorchDispatchMode: Any = found(_MODE, object)
 scoped_library: Callable[..., AbstractContextManager[Any]] = found(_LIBRARY, _gone(_LIBRARY))
 flash_attention: Callable[..., Any] = found(_FLASH, _gone(_FLASH))
 efficient_attention: Callable[..., Any] = found(_EFFICIENT, _gone(_EFFICIENT))
+_BELOW, _KEY = "torch._C._dispatch_keyset_full_after", "torch._C.DispatchKey"
+_keys_below, _dispatch_key = found(_BELOW), found(_KEY)
 
 
 def has_kernel(operator: str, key: str) -> bool:
@@ -398,7 +402,12 @@ def has_kernel(operator: str, key: str) -> bool:
     return _has_kernel is not None and bool(_has_kernel(operator, key))
 
 
-FOR_SIMULATION = (_MODE, _LIBRARY, _FLASH, _EFFICIENT, *FOR_FAKES, *FOR_NODES)
+def redispatch(operation: Any, keys: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Run what torch has for an operation below ``key``, of the dispatch keys of a call, as if nothing were there."""
+    return operation.redispatch(keys & _keys_below(getattr(_dispatch_key, key)), *args, **kwargs)
+
+
+FOR_SIMULATION = (_MODE, _LIBRARY, _BELOW, _KEY, _FLASH, _EFFICIENT, *FOR_FAKES, *FOR_NODES)
 """What simulating a step rests on."""
 
 # Passes over the joint graph of a compiled region.

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_actprune.codec.dispatch import compilation
+from lightning_actprune.codec.dispatch import compilation, simulated_gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in the interpreter. It is read when they are decorated, so it cannot change later."""
@@ -41,7 +41,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: Any, **options: int) -> None:
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._grid = (*grid, 1, 1)[:3]
-        self._run: Callable[[tuple[Tensor, ...]], None] | None = None
+        self._run: Callable[[tuple[Tensor, ...]], None] | None = None if simulated_gpu() is None else _run_nothing
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
@@ -56,6 +56,10 @@ class Launch:
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         return self._kernel[self._grid](*tensors, *self._scalars, **self._options)
+
+
+def _run_nothing(tensors: tuple[Tensor, ...]) -> None:
+    """Do nothing: a simulated GPU computes no values."""
 
 
 def runner(
@@ -122,14 +126,11 @@ def _native_call(
     return (launcher.launch, before, after[:-1], True) if after[-1:] == (arguments,) else None
 
 
-def aligned(*tensors: Tensor) -> tuple[bool, ...]:
-    """Return which tensors start at a multiple of 16 bytes, which compiled code relies on for each of its own."""
-    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-
-
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``, each of which can run any program; 1 in the interpreter."""
+    """Return how many multiprocessors ``device`` has, each of which can run any program; 1 in the interpreter."""
+    gpu = simulated_gpu()
+    if gpu is not None:
+        return gpu.machine.multiprocessors
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -67,12 +67,11 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     KERNEL_DTYPES,
     LaunchCache,
+    TensorKey,
     applied,
     autocast_dtype,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     on_device_of,
     once_differentiable,
@@ -336,9 +335,7 @@ def activate_eagerly(
     """Return ``f(x)`` and what is stored by the kernel if that takes ``x``, in place if ``x`` is dense."""
     y = x if in_place else torch.empty_like(x, dtype=dtype)
     dense = x if y.stride() == x.stride() else torch.empty_like(x).copy_(x)
-    bound = _forward_launches[
-        x.shape, x.dtype, y.dtype, x.device, is_aligned(dense), stored, forced_backend()
-    ]  # fmt: skip
+    bound = _forward_launches.find((y.dtype, stored), dense)
     if bound is None:
         y, codes = activate(x, stored, dtype)
         return (x.copy_(y) if in_place else y), codes
@@ -352,7 +349,7 @@ def activate_eagerly(
 def activation_grad(
     grad: Tensor,
     codes: Tensor,
-    strides: Sequence[int],
+    strides: tuple[int, ...],
     stored: StoredDerivative | StoredMask,
     dtype: torch.dtype,
     eager: bool,
@@ -362,11 +359,7 @@ def activation_grad(
     ``strides`` are those of ``y`` and of ``dx``; ``eager``: kernels may run.
     """
     if eager:
-        # What is copied is aligned.
-        aligned = (grad.stride() != strides or is_aligned(grad)), is_aligned(codes)
-        launch = _backward_launches[
-            grad.shape, grad.dtype, dtype, grad.device, aligned, stored, forced_backend()
-        ]  # fmt: skip
+        launch = _backward_launches.find((strides, dtype, stored), grad, codes)
         if launch is not None:
             if grad.stride() != strides:
                 grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
@@ -383,7 +376,7 @@ def pack_mask(mask: Tensor) -> Tensor:
     """Return what is stored of a dense bool ``mask``: a bit a value, in the order of memory."""
     count = mask.numel()
     flat = mask.as_strided((count,), (1,))
-    launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
+    launch = _mask_launches.find((), mask)
     if launch is None:
         return encode_mask(flat)
     codes = mask.new_empty(ceil_div(count, ROW), dtype=torch.uint8)
@@ -448,20 +441,11 @@ def dither(count: int, bits: int, device: torch.device) -> Tensor:
 
 
 def _forward_launch(
-    shape: tuple[int, ...],
-    x: torch.dtype,
-    y: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    stored: StoredDerivative,
-    backend: str | None,
+    device: torch.device, x: TensorKey, dtype: torch.dtype, stored: StoredDerivative
 ) -> tuple[Launch, int] | None:
-    """Return the launch of an input, and the bytes that are stored.
-
-    Type of the output and alignment matter to the compiled kernel that the launch keeps.
-    """
-    count = math.prod(shape)
-    if not count or choose_backend(shape, x, device, ROW, 1) != "triton":
+    """Return the launch of an input whose output is in ``dtype``, and the bytes that are stored."""
+    count = x[0].numel()
+    if not count or choose_backend(x[0], x[2], device, ROW, 1) == "reference":
         return None
     from lightning_actprune.kernels.activation import activate_launch
 
@@ -469,26 +453,25 @@ def _forward_launch(
 
 
 def _backward_launch(
-    shape: tuple[int, ...],
-    grad: torch.dtype,
-    out: torch.dtype,
     device: torch.device,
-    aligned: tuple[bool, bool],
+    grad: TensorKey,
+    codes: TensorKey,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
     stored: StoredDerivative | StoredMask,
-    backend: str | None,
 ) -> Launch | None:
-    """Return the launch of a gradient; its type and alignment matter to the compiled kernel that it keeps."""
-    count = math.prod(shape)
-    if not count or choose_backend(shape, out, device, ROW, 1) != "triton":
+    """Return the launch of a gradient, which is copied first unless it has these ``strides``."""
+    count = grad[0].numel()
+    if not count or choose_backend(grad[0], dtype, device, ROW, 1) == "reference":
         return None
     from lightning_actprune.kernels.activation import activation_grad_launch
 
     return activation_grad_launch(count, *stored.backward_constants())
 
 
-def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
-    """Return the launch of a mask; ``aligned`` matters to the compiled kernel that it keeps."""
-    if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
+def _mask_launch(device: torch.device, mask: TensorKey) -> Launch | None:
+    count = mask[0].numel()
+    if not count or choose_backend(mask[0], torch.float32, device, ROW, 1) == "reference":
         return None
     from lightning_actprune.kernels.activation import pack_mask_launch
 

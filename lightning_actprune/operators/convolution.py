@@ -43,11 +43,12 @@ from lightning_actprune.codec.dispatch import (
     MAX_COLUMNS,
     Backend,
     LaunchCache,
+    SimulatedGPU,
+    TensorKey,
     applied,
     as_dtype,
     autocast_dtype,
     forced_backend,
-    is_aligned,
     on_device_of,
     once_differentiable,
 )
@@ -56,7 +57,7 @@ from lightning_actprune.codec.pack_cache import get_or_pack
 from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.operators.linear import check_input, compresses, input_launches
+from lightning_actprune.operators.linear import check_input, compresses, input_launch
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -102,11 +103,14 @@ class ConvolutionFunction(torch.autograd.Function):
         ctx.bias_sizes = None if bias is None else bias.shape
         autocast = autocast_dtype(x)
         if eager:  # a linear layer that reads the same tensor cuts it into other rows
-            settings = parts, autocast, blocks, forced_backend()
-            dense, launch = _dense_and_launch(x, *settings)
+            settings = parts, autocast, blocks
+            launch = _launches.find(settings, x)
+            dense = x if launch is not None else without_gaps(x)
+            if dense is not x:
+                launch = _launches.find(settings, dense)
             x_read, packed = get_or_pack(
                 x,
-                ("convolution", *settings),
+                ("convolution", *settings, forced_backend()),
                 lambda: _cast_and_pack(dense, launch, parts, autocast, blocks, True),
                 lambda: _cast(dense, autocast),
             )
@@ -220,7 +224,7 @@ class ConvolutionLaunch(NamedTuple):
         casts: Whether ``pack`` writes what the convolution reads, cast from the input, to such memory.
         pack: Packs.
         unpack: Writes the packed input to such memory.
-        backend: The backend that was asked for, ``None`` if none was.
+        backend: What has decided on kernels (``forced_backend``).
     """
 
     layout: tuple[tuple[int, int, int], bool, int, int]
@@ -228,7 +232,7 @@ class ConvolutionLaunch(NamedTuple):
     casts: bool
     pack: Callable[..., tuple[Tensor, Tensor, Tensor]]
     unpack: Callable[..., None]
-    backend: Backend | None
+    backend: Backend | SimulatedGPU | None
 
     def can_unpack(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
         """Return whether ``unpack`` reads what was saved: hooks may have put it where it is not aligned."""
@@ -244,22 +248,15 @@ class ConvolutionLaunch(NamedTuple):
 
 
 def _launch(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    parts: int,
-    autocast: torch.dtype | None,
-    blocks: Blocks,
-    backend: Backend | None,
+    device: torch.device, key: TensorKey, parts: int, autocast: torch.dtype | None, blocks: Blocks
 ) -> ConvolutionLaunch | None:
     """Return what is done with inputs of a layout, ``None`` if it has gaps, or if packing it is not for the kernels."""
+    shape, strides, dtype, aligned = key
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if without_gaps(x) is not x:
         return None
     rows = rows_of(x, blocks.block_size, blocks.scope)
-    launch = input_launches[(rows.shape, rows.stride(), dtype, device, aligned, parts, autocast, blocks, backend)]
+    launch = input_launch(device, (rows.shape, rows.stride(), dtype, aligned), parts, autocast, blocks)
     if launch is None or launch.copied:
         return None
     from lightning_actprune.kernels.unpack import unpack_launch
@@ -270,22 +267,10 @@ def _launch(
     kept = kept_blocks(stored.shape, block, keep) if blocks.bits else 0
     samples = 0 if keeps_all(keep) else stored.shape[0]
     unpacks = unpack_launch(samples, kept, launch.layout[0], False, block, blocks.bits, device)
-    return ConvolutionLaunch(launch.layout, new, launch.new_cast is not None, launch.pack, unpacks, backend)
+    return ConvolutionLaunch(launch.layout, new, launch.new_cast is not None, launch.pack, unpacks, forced_backend())
 
 
 _launches = LaunchCache(_launch)
-
-
-def _dense_and_launch(
-    x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks, backend: Backend | None
-) -> tuple[Tensor, ConvolutionLaunch | None]:
-    """Return ``x`` without gaps and what is done with it, ``None`` if packing it is not for the kernels."""
-    launch = _launches[(x.shape, x.stride(), x.dtype, x.device, is_aligned(x), parts, autocast, blocks, backend)]
-    dense = x if launch is not None else without_gaps(x)
-    if dense is not x:
-        key = x.shape, dense.stride(), x.dtype, x.device, is_aligned(dense), parts, autocast, blocks, backend
-        launch = _launches[key]
-    return dense, launch
 
 
 # === Functional form ==================================================================================================

@@ -48,11 +48,10 @@ from torch.compiler import is_compiling
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
+    TensorKey,
     applied,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     no_view,
     on_device_of,
@@ -189,10 +188,7 @@ def gate_eagerly(
 ) -> tuple[Tensor, Tensor]:
     """Return what ``gate`` does, by the kernel if that takes the inputs."""
     a, u = _side_by_side(a), _side_by_side(u)
-    launch = _forward_launches[
-        a.shape, a.stride(0), u.stride(0), a.dtype, u.dtype, dtype, a.device, is_aligned(a), is_aligned(u), function,
-        stored, forced_backend(),
-    ]  # fmt: skip
+    launch = _forward_launches.find((dtype, function, stored), a, u)
     if launch is None:
         return gate(a, u, function, stored, dtype)
     z, values = a.new_empty(a.shape, dtype=dtype), a.new_empty(stored.shape(*a.shape), dtype=torch.uint8)
@@ -206,10 +202,7 @@ def gate_grad_eagerly(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return what ``gate_grad`` does, by the kernel if that takes the gradient."""
     grad = _side_by_side(grad)
-    launch = _backward_launches[
-        grad.shape, grad.stride(0), grad.dtype, of_a, of_u, grad.device, is_aligned(grad), is_aligned(values), stored,
-        layout, forced_backend(),
-    ]  # fmt: skip
+    launch = _backward_launches.find((of_a, of_u, stored, layout), grad, values)
     if launch is None:
         return gate_grad(grad, values, stored, layout, of_a, of_u)
     rows, length = grad.shape
@@ -287,32 +280,39 @@ def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, T
 
 
 def _forward_launch(
-    shape: tuple[int, int], stride_a: int, stride_u: int, of_a: torch.dtype, of_u: torch.dtype, of_z: torch.dtype,
-    device: torch.device, aligned_a: bool, aligned_u: bool, function: StoredDerivative, stored: StoredFactors,
-    backend: str | None,
-) -> Launch | None:  # fmt: skip
-    """Return the launch of inputs; types and alignment matter to the compiled kernel that it keeps."""
-    if not math.prod(shape) or choose_backend(shape, of_a, device, stored.block_size, 1) != "triton":
+    device: torch.device,
+    a: TensorKey,
+    u: TensorKey,
+    dtype: torch.dtype,
+    function: StoredDerivative,
+    stored: StoredFactors,
+) -> Launch | None:
+    (rows, length), (stride_a, _), of_a, _ = a
+    if not rows * length or choose_backend(a[0], of_a, device, stored.block_size, 1) == "reference":
         return None
     from lightning_actprune.kernels.gated import gate_launch
 
     constants = *function.function_constants(), *function.bounds(), function.exact()
     wanted = stored.for_a, stored.for_u
-    return gate_launch(shape, (stride_a, stride_u), constants, wanted, stored.block_size, stored.bits)
+    return gate_launch((rows, length), (stride_a, u[1][0]), constants, wanted, stored.block_size, stored.bits)
 
 
 def _backward_launch(
-    shape: tuple[int, int], stride: int, of_grad: torch.dtype, of_a: torch.dtype, of_u: torch.dtype,
-    device: torch.device, aligned_grad: bool, aligned_values: bool, stored: StoredFactors, layout: int,
-    backend: str | None,
-) -> Launch | None:  # fmt: skip
-    """Return the launch of a gradient; types and alignment matter to the compiled kernel that it keeps."""
-    if not math.prod(shape) or choose_backend(shape, of_grad, device, stored.block_size, 1) != "triton":
+    device: torch.device,
+    grad: TensorKey,
+    values: TensorKey,
+    of_a: torch.dtype,
+    of_u: torch.dtype,
+    stored: StoredFactors,
+    layout: int,
+) -> Launch | None:
+    (rows, length), (stride, _), of_grad, _ = grad
+    if not rows * length or choose_backend(grad[0], of_grad, device, stored.block_size, 1) == "reference":
         return None
     from lightning_actprune.kernels.gated import gate_grad_launch
 
-    strides = stride, shape[1] * (1 if layout == SEPARATE else 2)
-    return gate_grad_launch(shape, strides, (stored.for_a, stored.for_u), stored.block_size, stored.bits)
+    strides = stride, length * (1 if layout == SEPARATE else 2)
+    return gate_grad_launch((rows, length), strides, (stored.for_a, stored.for_u), stored.block_size, stored.bits)
 
 
 _forward_launches = LaunchCache(_forward_launch)

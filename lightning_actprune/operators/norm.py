@@ -51,19 +51,18 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
-    Backend,
     LaunchCache,
+    TensorKey,
     applied,
     as_dtype,
     autocast_dtype,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     no_view,
     on_device_of,
     once_differentiable,
+    simulated_gpu,
 )
 from lightning_actprune.codec.pack_cache import remember_output
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
@@ -149,7 +148,7 @@ class NormFunction(torch.autograd.Function):
         """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
         # x and residual [..., *shape], read as rows [R, L]; weight and bias of L values
         eager = eager and (residual is None or in_plain_eager_mode(residual))
-        bound = _find_launch(x, weight, bias, residual, shape, setting, dtype) if eager else None
+        bound = _launches.find((shape, setting, dtype), x, weight, bias, residual) if eager else None
         ctx.launched, ctx.residual = bound is not None, None if residual is None else residual.dtype
         if bound is None:
             y, values, rstd, ctx.layout = _normalized(x, weight, bias, residual, shape, setting, dtype)
@@ -178,12 +177,11 @@ class NormFunction(torch.autograd.Function):
         values, rstd, weight = ctx.saved_tensors  # the bytes of x~, [R], [L]
         of_weight, of_bias = layout.parameters
         wanted = of_weight if needs_weight else None, of_bias if needs_bias else None
-        if eager and ctx.launched and may_launch(grad_output):
-            of_grad = grad_output.stride(), grad_output.dtype, wanted, grad_output.device
-            starts = is_aligned(grad_output), is_aligned(values), rstd is None or is_aligned(rstd)
-            launch = _grad_launches[(layout, *of_grad, (*starts, weight is None or is_aligned(weight)))]
-            with on_device_of(grad_output):
-                return *launch(grad_output, values, rstd, weight), grad_residual
+        if eager and ctx.launched:
+            launch = _grad_launches.find((layout, wanted), grad_output, values, rstd, weight)
+            if launch is not None:
+                with on_device_of(grad_output):
+                    return *launch(grad_output, values, rstd, weight), grad_residual
         rows = grad_output.reshape(layout.rows)  # [R, L]
         sums = wanted[0] is not None, wanted[1] is not None
         arguments = values, rstd, flat_parameter(weight), layout.setting, layout.dtype, sums
@@ -329,62 +327,17 @@ def normalize_grad(
 # === Launches =========================================================================================================
 
 
-def may_launch(x: Tensor) -> bool:
-    """Return whether kernels might take ``x``, in plain eager mode; only then may its address be asked for.
-
-    Not every device has addresses, and asking ends a lazy copy.
-    """
-    forced = forced_backend()
-    return x.is_cuda if forced is None else forced == "triton"
-
-
-def _find_launch(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    shape: tuple[int, ...],
-    setting: NormSetting,
-    dtype: torch.dtype,
-) -> tuple[NormLaunch, NormLayout] | None:
-    """Return how the kernels take these tensors, or ``None`` if they do not."""
-    forced = forced_backend()
-    if not x.is_cuda if forced is None else forced != "triton":  # as ``may_launch``
-        return None
-    of_weight = of_bias = added = None
-    starts = [is_aligned(x)]
-    if weight is not None:
-        of_weight = weight.shape, weight.stride(), weight.dtype
-        starts.append(is_aligned(weight))
-    if bias is not None:
-        of_bias = bias.shape, bias.stride(), bias.dtype
-        starts.append(is_aligned(bias))
-    if residual is not None:
-        added = residual.dtype
-        starts.append(is_aligned(residual))
-    of_x = x.shape, x.stride(), x.dtype, x.device
-    return _launches[(*of_x, of_weight, of_bias, added, shape, setting, dtype, forced, tuple(starts))]
-
-
-_Given = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and type of a tensor."""
-
-
 def _norm_launch(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
-    weight: _Given | None,
-    bias: _Given | None,
-    residual: torch.dtype | None,
+    x: TensorKey,
+    weight: TensorKey | None,
+    bias: TensorKey | None,
+    residual: TensorKey | None,
     row_shape: tuple[int, ...],
     setting: NormSetting,
     output: torch.dtype,
-    forced: Backend | None,
-    starts: tuple[bool, ...],
 ) -> tuple[NormLaunch, NormLayout] | None:
-    """Make the launch of a layout; types and ``starts`` matter to the compiled kernel that it keeps, too."""
+    shape, strides, dtype, _ = x
     length = math.prod(row_shape)
     rows, setting = (math.prod(shape[: len(shape) - len(row_shape)]), length), setting.cut_to(length)
     blocks, columns = ceil_div(rows[0] * length, setting.block_size), ceil_div(length, setting.block_size)
@@ -409,19 +362,19 @@ def _norm_launch(
 
 
 def _norm_grad_launch(
-    layout: NormLayout,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    wanted: tuple[Parameter | None, Parameter | None],
     device: torch.device,
-    starts: tuple[bool, ...],
+    grad_output: TensorKey,
+    values: TensorKey,
+    rstd: TensorKey | None,
+    weight: TensorKey | None,
+    layout: NormLayout,
+    wanted: tuple[Parameter | None, Parameter | None],
 ) -> NormGradLaunch:
-    """Make the launch for gradients of one kind; ``dtype`` and ``starts`` matter to the kernel that it keeps, too."""
     from lightning_actprune.kernels.norm import NormGradLaunch
 
     setting, shape, rows, of_x, parameters = layout
     flags = parameters[0] is not None, setting.centred, setting.normed
-    stride = _row_stride(shape, rows, strides)
+    stride = _row_stride(shape, rows, grad_output[1])
     return NormGradLaunch(shape, rows[1], stride, flags, setting.block_size, setting.bits, of_x, wanted, device)
 
 
@@ -483,7 +436,8 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     dtype = x.dtype
     if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
         return dtype
-    return torch.float32 if autocast_computes_in_fp32(operator, x.device.type) else dtype
+    device = x.device.type if simulated_gpu() is None else "cuda"
+    return torch.float32 if autocast_computes_in_fp32(operator, device) else dtype
 
 
 # === Module classes ===================================================================================================
