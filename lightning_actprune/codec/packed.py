@@ -1,16 +1,15 @@
-"""Pack and unpack: from a dense tensor to its kept blocks and back, by the kernels or in plain torch.
+"""Pack a dense tensor to its kept blocks, and unpack these, by the kernels or in plain torch.
 
-``torch.ops.actprune.pack`` and ``unpack`` are the same for compilers, to which they are opaque on purpose: which blocks
-are kept depends on the data, a partitioner then saves what ``pack`` returns instead of the dense input, and nothing can
-be fused into a form that needs the dense input again. Neither is differentiable. All shapes of what they return follow
-from the shapes of what they get and from the integers, so nothing waits for the device. In plain eager mode the
-functions are called as they are: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of
-an H200, torch 2.11; ``benchmarks/results/kernels.json``: 4 and 17).
-``quantize`` and ``dequantize`` are for compiled code in which all blocks are stored: one result, and no positions to
-make and to hand on.
+Compilers call ``torch.ops.actprune.pack`` and ``unpack``, which are opaque on purpose: which blocks are kept depends on
+the data, so a partitioner saves what ``pack`` returns instead of the dense input, and nothing can be fused into a form
+that needs the dense input again. Neither is differentiable. The shapes of results follow from shapes and integers, so
+nothing waits for the device. In plain eager mode the functions are called directly: the way through the dispatcher to
+Python costs the host 3 to 20 us a call (machines of an H200, torch 2.11; ``benchmarks/results/kernels.json``: 4 and
+17). ``quantize`` and ``dequantize`` are for compiled code in which all blocks are stored: they have one result, and no
+positions.
 
 Where all blocks of a tensor are stored, quantized and without positions, a compiler may see how: ``pack_all`` and
-``unpack_all`` are plain torch, which it fuses with what is around them.
+``unpack_all`` are plain torch, which it fuses with its surroundings.
 """
 
 from __future__ import annotations
@@ -136,9 +135,9 @@ def pack(
 
 
 def traced_pack(x: Tensor, block_size: int, keep: int, bits: int, selection: str) -> tuple[Tensor, ...]:
-    """Do as ``pack`` by what a compiler, or whoever looks on, may see: plain torch, or an operator that drops blocks.
+    """Pack in plain torch, or by an operator where blocks are dropped, for compilers and whatever else looks on.
 
-    Of ``ALL_BLOCKS`` the values alone are returned.
+    With ``ALL_BLOCKS`` the values alone are returned.
     """
     if keeps_all(keep):
         check_storable(x, bits)
@@ -194,7 +193,7 @@ def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: in
 
 
 class Quantize:
-    """``quantize`` for code that a compiler writes: what depends on sizes alone is looked up, once for all calls.
+    """``quantize`` for code that a compiler writes, with launches of its own.
 
     The GPU of the tensors has to be the current one.
 
@@ -220,7 +219,7 @@ class Quantize:
 
 
 class Dequantize:
-    """``dequantize`` for code that a compiler writes, see ``Quantize``; of values that are contiguous.
+    """``dequantize`` of contiguous values for code that a compiler writes, see ``Quantize``.
 
     Args:
         block_size: Values per block.
@@ -249,7 +248,7 @@ class Dequantize:
 
 @functools.cache
 def no_positions(device: torch.device) -> Tensor:
-    """Return the positions of blocks that are all stored: a tensor without memory, which kernels do not read."""
+    """Return the positions where all blocks are stored: a tensor without memory, which kernels do not read."""
     with torch.inference_mode(False):
         return torch.empty(0, 0, dtype=torch.int32, device=device)
 
@@ -290,6 +289,7 @@ def _unpack_launch(
     bits: int,
     dtype: torch.dtype,
 ) -> Launch | None:
+    """Return what writes the unpacked tensor, given values, bitmap, offsets and memory, ``None`` without a kernel."""
     kept, (samples, words) = values[0][0], bitmap[0]
     if not kept or choose_backend(values[0], dtype, device, block_size, ceil_div(shape[2], block_size)) == "reference":
         return None

@@ -75,7 +75,7 @@ class Config(NamedTuple):
 
 
 def machine(device: torch.device) -> Machine:
-    """Return the properties of ``device``; few multiprocessors for the CPU's interpreter."""
+    """Return the properties of ``device``; the interpreter has few multiprocessors."""
     gpu = simulated_gpu()
     if gpu is not None:
         return gpu.machine
