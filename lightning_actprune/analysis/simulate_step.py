@@ -512,12 +512,12 @@ def _register_gpu_rules() -> Iterator[None]:
     with scoped_library("aten", "IMPL") as library:
 
         def register(name: str, key: str, run: Callable[..., Any]) -> None:
-            def called(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
                 if simulated_gpu() is None:
                     return redispatch(_operation(name), keys, key, *args, **kwargs)
                 return run(*args, **kwargs)
 
-            library.impl(name, called, key, with_keyset=True)
+            library.impl(name, call, key, with_keyset=True)
 
         for names, choose in ((_IN_FP32, lambda tensors: torch.float32), (_IN_WIDEST, _find_widest)):
             for name in names:

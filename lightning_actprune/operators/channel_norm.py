@@ -606,12 +606,12 @@ def channel_norm(
         fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to take instead of those of ``x``.
         running: Those of batch normalisation that are to move.
     """
-    found: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
-    if isinstance(found, Tensor):
-        return found
+    output: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
+    if isinstance(output, Tensor):
+        return output
     if running is not None:
-        move(running, found[1])
-    return found[0]
+        move(running, output[1])
+    return output[0]
 
 
 def frozen_batch_norm(
@@ -639,13 +639,13 @@ def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> N
         torch.batch_norm_update_stats(batch, mean, var, float(share))
         torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # it does not tell autograd
         return
-    for moved, found in ((mean, statistics[0]), (var, statistics[2])):
-        if moved is None:
+    for average, value in ((mean, statistics[0]), (var, statistics[2])):
+        if average is None:
             continue
-        if moved.dtype == torch.float32:
-            moved.lerp_(found, share)
+        if average.dtype == torch.float32:
+            average.lerp_(value, share)
         else:
-            moved.copy_(moved.float().lerp_(found, share))
+            average.copy_(average.float().lerp_(value, share))
 
 
 def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> bool:

@@ -151,19 +151,15 @@ def _cast_and_pack(
             tensors = launch.pack(x_read) if launch.new_cast is None else launch.pack(x, x_read)
         return x_read, Packed(tensors, *launch.layout)
     x_read = _cast(x, autocast)
-    stored, block, keep = _stored(x_read, parts, blocks)
+    rows = rows_of(x_read, blocks.block_size, blocks.scope)
+    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)  # [samples, rows, length]
+    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
     packed = (pack if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
     return x_read, Packed(packed, stored_shape(stored, False), False, block, blocks.bits)
 
 
 def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
     return x if autocast is None else cast_as_autocast(x, autocast)
-
-
-def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, int]:
-    """Return what is packed, ``[samples, rows, length]``, the block cut to a row, and the blocks kept per sample."""
-    stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
-    return stored, *block_and_keep(stored, blocks.block_size, parts, blocks.bits)
 
 
 # === Rows, in the order of memory =====================================================================================
@@ -237,11 +233,9 @@ def compressed_convolution(
 ) -> Tensor:
     """Convolve ``x``, a batch or one sample, for a weight for which it is kept (``compresses``), and keep it packed."""
     check_input(x, weight)
-    if x.dim() == weight.dim() - 1:
-        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
-        return y.squeeze(0)
-    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
-    return made
+    is_sample = x.dim() == weight.dim() - 1
+    y: Tensor = _convolution(x.unsqueeze(0) if is_sample else x, weight, bias, windows, parts, blocks)
+    return y.squeeze(0) if is_sample else y
 
 
 def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:

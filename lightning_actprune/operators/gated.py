@@ -268,12 +268,12 @@ def gate_grad(
 
 def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, Tensor]:
     """Return p and q in fp32."""
-    known, wide = ACTIVATIONS[function.function], a.float()
-    derivative = known.derivative(wide, *function.parameters)
-    if known.exact:
+    activation, wide = ACTIVATIONS[function.function], a.float()
+    derivative = activation.derivative(wide, *function.parameters)
+    if activation.exact:
         low, high = function.bounds()
         derivative = torch.where(derivative, high, low)
-    return known.forward(wide, *function.parameters), u.float() * derivative
+    return activation.forward(wide, *function.parameters), u.float() * derivative
 
 
 # === Launches =========================================================================================================
@@ -363,8 +363,8 @@ def gated(
         raise ValueError(
             f"`a` and `u` must have one shape, got {tuple(a.shape)} and {tuple(u.shape)}. HINT: expand one of them."
         )
-    given = [a] if u is None else [a, u]
-    if any(x.requires_grad for x in given) and all(map(may_compress, given)):
+    inputs = [a] if u is None else [a, u]
+    if any(x.requires_grad for x in inputs) and all(map(may_compress, inputs)):
         return gated_halves(a, stored, block_size) if u is None else gated_product(a, u, stored, block_size)
     first, second = a.chunk(2, -1) if u is None else (a, u)
     return ACTIVATIONS[function].forward(first, *stored.parameters) * second
@@ -505,16 +505,16 @@ class CompressedGatedMLP(CompressedGated):
     def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u`` by torch's operations, for a compiler that packs what backward reads of it."""
         stored, _, widens = self._stored()
-        given = self._state.marked(a, trained=False).to(activated_dtype(a, stored, widens))
-        factor = ACTIVATIONS[stored.function].forward(given, *stored.parameters)
+        a_read = self._state.marked(a, trained=False).to(activated_dtype(a, stored, widens))
+        factor = ACTIVATIONS[stored.function].forward(a_read, *stored.parameters)
         product: Tensor = self._state.marked(factor, trained=False) * self._state.marked(u, trained=False)
         return product
 
     def _stored(self) -> tuple[StoredDerivative, int, bool | None]:
         function = getattr(self, self.replaced)
-        made = activation_class(type(function))
-        assert made is not None
-        return made.stored_by(function, self.bits), self.block_size, made.widened_by(function)
+        compressed = activation_class(type(function))
+        assert compressed is not None
+        return compressed.stored_by(function, self.bits), self.block_size, compressed.widened_by(function)
 
 
 class CompressedLlamaMLP(CompressedGatedMLP):

@@ -306,25 +306,26 @@ def input_launch(
     Unless there is a ``new_cast``, they get ``cast_input(x, autocast, blocks.block_size)``.
     """
     (shape, strides, dtype, _), (block_size, scope, bits, selection) = key, blocks
-    given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    x = cast_input(given, autocast, block_size)
-    stored, transposed = stored_view(x, block_size, scope)
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    x_read = cast_input(x, autocast, block_size)
+    stored, transposed = stored_view(x_read, block_size, scope)
     block, keep = block_and_keep(stored, block_size, parts, bits)
-    copied = not _shares_memory(stored, x)
+    copied = not _shares_memory(stored, x_read)
     if stored.numel() == 0 or kept_blocks(stored.shape, block, keep) > MAX_KEPT_BLOCKS or (copied and transposed):
         return None
-    if choose_backend(stored.shape, x.dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
+    if choose_backend(stored.shape, x_read.dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
         return None
     from lightning_actprune.kernels.pack import pack_launch
 
-    layout = stored_shape(x, transposed), transposed, block, bits
-    source = _castable(given, x, stored, transposed, block_size, scope)
+    layout = stored_shape(x_read, transposed), transposed, block, bits
+    source = _castable(x, x_read, stored, transposed, block_size, scope)
+    new_cast = dtype_of_cast = None
     if source is not None:
-        pack = pack_launch(_three(source.shape), _three(source.stride()), block, keep, device, x.dtype, bits, selection)
-        new_cast = functools.partial(torch.empty_strided, shape, x.stride(), dtype=x.dtype, device=device)
-        return InputLaunch(False, layout, pack, new_cast)
-    pack = pack_launch(_three(stored.shape), _three(stored.stride()), block, keep, device, None, bits, selection)
-    return InputLaunch(copied, layout, pack, None)
+        stored, dtype_of_cast = source, x_read.dtype
+        new_cast = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
+    sizes = _three(stored.shape), _three(stored.stride())
+    pack = pack_launch(*sizes, block, keep, device, dtype_of_cast, bits, selection)
+    return InputLaunch(copied, layout, pack, new_cast)
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:

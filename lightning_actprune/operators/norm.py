@@ -351,13 +351,13 @@ def _norm_launch(
 
     if not kernels.takes_rows(length, setting.block_size):
         return None
-    present = *[given is not None for given in parameters], residual is not None
+    present = *[parameter is not None for parameter in parameters], residual is not None
     flags = *present, setting.centred, setting.rounded, setting.normed
     stored = setting.block_size, setting.bits
     launch = kernels.NormLaunch(
         shape, length, _row_stride(shape, rows, strides), flags, setting.eps, *stored, output, device
     )
-    of_weight, of_bias = (None if given is None else (given[0], given[2]) for given in parameters)
+    of_weight, of_bias = (None if p is None else (p[0], p[2]) for p in parameters)
     return launch, NormLayout(setting, shape, rows, dtype, (of_weight, of_bias))
 
 
@@ -384,9 +384,9 @@ _grad_launches = LaunchCache(_norm_grad_launch)
 
 def _row_stride(shape: tuple[int, ...], rows: tuple[int, int], strides: tuple[int, ...]) -> int | None:
     """Return the stride of the rows of a tensor, ``None`` if it has to be copied."""
-    given = torch.empty_strided(shape, strides, device="meta")
-    flat = given.reshape(rows)
-    shares = flat.untyped_storage()._cdata == given.untyped_storage()._cdata
+    x = torch.empty_strided(shape, strides, device="meta")
+    flat = x.reshape(rows)
+    shares = flat.untyped_storage()._cdata == x.untyped_storage()._cdata
     return flat.stride(0) if shares and flat.stride(1) == 1 else None
 
 
@@ -420,9 +420,9 @@ def scaled(
         bits: Bits of a stored value.
     """
     dtype = x.dtype
-    for given in (weight, bias, residual):
-        if given is not None:
-            dtype = torch.promote_types(dtype, given.dtype)
+    for other in (weight, bias, residual):
+        if other is not None:
+            dtype = torch.promote_types(dtype, other.dtype)
     setting = NormSetting(False, False, 0.0, block_size, bits, normed=False, keeps_layout=True)
     y: Tensor = _norm(x, weight, bias, residual, (weight.numel(),), setting, dtype)
     return y
@@ -573,9 +573,9 @@ class Affine(nn.Module):
         self, features: int, bias: bool = True, *, scale: float = 1.0, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.full((features,), scale, **made))
-        self.bias = nn.Parameter(torch.zeros(features, **made)) if bias else None
+        factory = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.full((features,), scale, **factory))
+        self.bias = nn.Parameter(torch.zeros(features, **factory)) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input * weight + bias``: ``[..., features]``."""
