@@ -30,7 +30,7 @@ outliers, so saved tensors of operations are packed wherever these tolerate it, 
 below 1 drop no blocks. Retained inputs are a matter of storages, which ``RetentionProbe`` finds as usual.
 
 The model does not change: a copy of it runs, with parameters and buffers without values, and random generators are
-reset. Other threads compute as usual meanwhile.
+reset. Other threads compute as usual meanwhile, but random numbers that they draw are drawn again afterwards.
 """
 
 from __future__ import annotations
