@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for a machine with an old GPU and a new one, the latter full."""
 
     def free(index: int) -> tuple[int, int]:
@@ -41,9 +41,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dispatch, "_capability", [(7, 5), (9, 0)].__getitem__)
     monkeypatch.setattr(dispatch, "_triton_installed", lambda: True)
     monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
-    dispatch._automatic.cache_clear()
-    yield
-    dispatch._automatic.cache_clear()
 
 
 def answer(found: dict[str, Any], device: str, dtype: str, block_size: int) -> tuple[str, list[str]]:
@@ -69,7 +66,6 @@ def test_gpus_and_what_runs_on_them(gpus, monkeypatch):
     assert (backend, "float64 is not" in reason) == ("reference", True)
     assert all(row["reasons"] for row in result["kernels"] if row["device"] == "cpu")
     monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
-    dispatch._automatic.cache_clear()
     assert old in describe_kernels(collect_environment())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no GPU" in describe_kernels(collect_environment())

@@ -16,8 +16,8 @@ CUDA's caching allocator does. ``StepMemoryRecorder`` reads this allocator inste
   with such a rule on a GPU and none on a CPU get one; the installed torch says which they are.
 - Attention is fused: flash attention for 16-bit values without a mask, memory-efficient attention for all others.
 - Dropout keeps a mask of one byte per value.
-- Kernels of this package are launched and do nothing. Without Triton the layers run in plain torch, whose temporary
-  tensors are larger: peaks are upper bounds then.
+- Kernels of this package are chosen and allocate, but do not run (``codec.dispatch``). Without Triton the layers run in
+  plain torch, whose temporary tensors are larger: peaks are upper bounds then.
 - Backward of attention and of biases takes memory for partial sums.
 
 It does not see other temporary tensors *inside* an operation of torch or of a library, such as workspaces of
@@ -30,23 +30,21 @@ outliers, so saved tensors of operations are packed wherever these tolerate it, 
 below 1 drop no blocks. Retained inputs are a matter of storages, which ``RetentionProbe`` finds as usual.
 
 The model does not change: a copy of it runs, with parameters and buffers without values, and random generators are
-reset. While a step is simulated, no other thread may use torch on the CPU.
+reset. Other threads compute as usual meanwhile, but random numbers that they draw are drawn again afterwards.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import inspect
 import linecache
 import math
-import pkgutil
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -54,30 +52,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_actprune.analysis.caching_allocator import CachingAllocator
 from lightning_actprune.analysis.dense_footprint import FakeMode
 from lightning_actprune.analysis.first_batch import RetentionProbe, keep_blocks
 from lightning_actprune.analysis.recorder import ModuleNames
 from lightning_actprune.analysis.step_memory import StepMemory, StepMemoryRecorder
-from lightning_actprune.codec.dispatch import (
-    Backend,
-    LaunchCache,
-    choose_backend,
-    force_backend,
-    has_fp32_product,
-    kernel_refusals,
-)
-from lightning_actprune.codec.outliers import loses_values
+from lightning_actprune.codec.dispatch import Machine, SimulatedGPU, act_as, simulated_gpu
 from lightning_actprune.codec.private import (
     FOR_SIMULATION,
     TorchDispatchMode,
-    autocast_computes_in_fp32,
     efficient_attention,
     flash_attention,
     has_kernel,
-    len_torch_dispatch_stack,
     no_dispatch_modes,
+    redispatch,
     require,
     scoped_library,
     tree_leaves,
@@ -91,8 +81,8 @@ Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Prepare: TypeAlias = Callable[[nn.Module], ConversionReport | None]
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
-MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY = 132, 232448, 9
-"""Those of an H100 and an H200, by which some kernels cut their work; 16 blocks of 128 threads fit a multiprocessor."""
+HOPPER = Machine(multiprocessors=132, shared_memory=232448, major=9)
+"""An H100 or H200, by whose properties some kernels cut their work; 16 blocks of 128 threads fit a multiprocessor."""
 MOST_VALUES = 2**21
 """Most values of a tensor that depends on shapes alone and is therefore computed."""
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -117,9 +107,7 @@ _IN_FP32 = (
 _IN_WIDEST = "addcmul", "addcdiv", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add"
 """Operations that autocast on a GPU computes in fp32, and in the widest type of their arguments."""
 
-_PACKAGE = "lightning_actprune."
-
-_one_at_a_time = threading.RLock()
+_one_at_a_time = threading.RLock()  # of what is registered with torch, and of the random generators
 
 
 def simulate(
@@ -168,7 +156,7 @@ def simulate(
     autocast, whole = PRECISIONS[check_precision(precision)]
     loss = compute_loss if loss is None else loss
     mode = _Mode(workspaces)
-    with _one_at_a_time, _restore_randomness(), _act_as_gpu(), mode:
+    with _one_at_a_time, _restore_randomness(), _register_gpu_rules(), act_as(SimulatedGPU(HOPPER)), mode:
         twin = _copy_without_values(check_model(model), mode).train()
         if whole is not None:
             twin.to(whole)
@@ -437,7 +425,7 @@ def _count_column_sum_bytes(rows: int, columns: int) -> int:
     values = math.ceil(rows / 4)  # per thread, in one block per 128 columns
     if columns < 128 or columns % 4 or values < 256:
         return 0
-    blocks = min(math.ceil(MULTIPROCESSORS * 16 / math.ceil(columns / 128)), math.ceil(values / 16))
+    blocks = min(math.ceil(HOPPER.multiprocessors * 16 / math.ceil(columns / 128)), math.ceil(values / 16))
     return 4 * 128 * columns * max(blocks, math.ceil(values / 256))
 
 
@@ -454,22 +442,28 @@ def _find_outputs(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 # === Model and batch without values ===================================================================================
+class _Copies(TorchFunctionMode):
+    """Leaves values out of the copies of tensors in any attribute: in a list of samples, for example."""
+
+    def __init__(self, mode: _Mode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in (Tensor.__deepcopy__, Tensor.clone):  # a parameter copies itself by the latter
+            return func(*args, **(kwargs or {}))
+        empty = self._mode.empty_like(_to_meta(args[0].detach()))
+        if func is Tensor.__deepcopy__:
+            args[1][id(args[0])] = empty
+        return empty
+
+
 def _copy_without_values(model: nn.Module, mode: _Mode) -> nn.Module:
     """Return a copy of the model whose tensors have no values."""
-    own, of_tensor, of_parameter = threading.get_ident(), Tensor.__deepcopy__, nn.Parameter.__deepcopy__
-
-    def without_values(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        """Replace a tensor's own copy, in any attribute: in a list of samples, for example."""
-        if threading.get_ident() != own:
-            usual: Any = of_parameter if isinstance(tensor, nn.Parameter) else of_tensor
-            return cast(Tensor, usual(tensor, memo))
-        empty = mode.empty_like(_to_meta(tensor.detach()))
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        copied: Tensor = memo[id(tensor)]
-        return copied
-
     try:
-        with _replace(Tensor, "__deepcopy__", without_values), _replace(nn.Parameter, "__deepcopy__", without_values):
+        with _Copies(mode):
             return copy.deepcopy(model)
     except Exception as error:  # any error of an attribute that cannot be copied
         raise TypeError(
@@ -507,22 +501,36 @@ def _restore_randomness() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
-# === Autocast, attention, dropout and kernels as on a GPU =============================================================
+# === Autocast, attention and dropout as on a GPU ======================================================================
 @contextmanager
-def _act_as_gpu() -> Iterator[None]:
-    """Let torch and this package do on the CPU what they do on a GPU, as far as memory goes (see the module)."""
-    with ExitStack() as stack:
-        library = stack.enter_context(scoped_library("aten", "IMPL"))
+def _register_gpu_rules() -> Iterator[None]:
+    """Let a thread that acts as a GPU run autocast, attention and dropout of the CPU as a GPU does (see the module).
+
+    They stand in torch's dispatcher, since a mode sees only the outermost function of Python, above autocast and
+    autograd, or operations below these.
+    """
+    with scoped_library("aten", "IMPL") as library:
+
+        def register(name: str, key: str, run: Callable[..., Any]) -> None:
+            def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+                if simulated_gpu() is None:
+                    return redispatch(_operation(name), keys, key, *args, **kwargs)
+                return run(*args, **kwargs)
+
+            library.impl(name, call, key, with_keyset=True)
+
         for names, choose in ((_IN_FP32, lambda tensors: torch.float32), (_IN_WIDEST, _find_widest)):
             for name in names:
                 if has_kernel(f"aten::{name}", "AutocastCUDA") and not has_kernel(f"aten::{name}", "AutocastCPU"):
-                    packet, _, overload = name.partition(".")
-                    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                    library.impl(name, functools.partial(_cast_and_call, operation, choose), "AutocastCPU")
-        library.impl("scaled_dot_product_attention", _attend, "AutogradCPU")
-        library.impl("dropout", _dropout, "AutogradCPU")
-        stack.enter_context(_launch_nothing())
+                    register(name, "AutocastCPU", functools.partial(_cast_and_call, _operation(name), choose))
+        register("scaled_dot_product_attention", "AutogradCPU", _attend)
+        register("dropout", "AutogradCPU", _dropout)
         yield
+
+
+def _operation(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _cast_and_call(
@@ -578,64 +586,3 @@ def _attend(
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     """Run dropout as on a GPU, where it keeps a mask."""
     return torch.native_dropout(input, p, train)[0] if train and 0 < p < 1 else input
-
-
-@contextmanager
-def _launch_nothing() -> Iterator[None]:
-    """Let this package's layers treat tensors without values as those of a GPU, and let kernels do nothing.
-
-    Meanwhile stand-ins replace the functions that ask for devices, modes and values in every module of the package, and
-    its launch caches, since launches that are bound here must not run elsewhere.
-    """
-    stand_ins: list[tuple[Any, Any]] = [
-        (len_torch_dispatch_stack, lambda: max(len_torch_dispatch_stack() - 1, 0)),
-        (loses_values, lambda x, block: False),
-        (autocast_computes_in_fp32, lambda operator, device: has_kernel(f"aten::{operator}", "AutocastCUDA")),
-        (has_fp32_product, _is_narrow),
-    ]
-    with ExitStack() as stack:
-        if importlib.util.find_spec("triton") is not None:
-            stand_ins += _make_kernel_stand_ins(stack)
-            stack.enter_context(force_backend("triton"))
-        modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE) and name != __name__]
-        caches = [value for module in modules for value in vars(module).values() if isinstance(value, LaunchCache)]
-        stand_ins += [(cache, LaunchCache(cache._make)) for cache in caches]
-        by_id = {id(original): stand_in for original, stand_in in stand_ins}
-        for module in modules:
-            for name, value in list(vars(module).items()):
-                if id(value) in by_id:
-                    stack.enter_context(_replace(module, name, by_id[id(value)]))
-        yield
-
-
-def _make_kernel_stand_ins(stack: ExitStack) -> list[tuple[Any, Any]]:
-    """Return stand-ins for what kernels ask of the GPU, and let kernels do nothing in this context."""
-    kernels = importlib.import_module(f"{_PACKAGE}kernels")
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(module.name)  # a later import would bind the replaced functions
-    launch, linear, sums = (sys.modules[f"{kernels.__name__}.{name}"] for name in ("launch", "linear", "sums"))
-    stack.enter_context(_replace(launch.Launch, "__call__", lambda self, *tensors: None))
-    machine = linear.Machine(MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY)
-    return [
-        (choose_backend, _choose_backend),
-        (launch.multiprocessors, lambda device: MULTIPROCESSORS),
-        (linear.machine, lambda device: machine),
-        (sums._counters, {}),
-    ]
-
-
-def _choose_backend(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int, columns: int
-) -> Backend:
-    reasons = kernel_refusals(dtype, device, block_size, columns)
-    return "triton" if all(reason.startswith("device ") for reason in reasons) else "reference"
-
-
-@contextmanager
-def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

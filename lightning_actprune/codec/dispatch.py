@@ -1,36 +1,38 @@
-"""Which version of an operation runs, how its kernels' launches are kept, and the frame of all autograd functions.
+"""Choose between kernels and plain torch, store launches of kernels, and wrap all autograd functions.
 
-**Backends.** The Triton kernels take CUDA tensors of a supported dtype and block structure on compute capability 8.0 or
-newer, in plain eager mode; everything else takes the plain-torch reference, which a compiler traces. Both use the same
-storage, so forward and backward need not agree. ``force_backend`` overrides the choice, for tests and for comparing the
-two.
+**Backends.** The Triton kernels take CUDA tensors of a supported type and block structure on compute capability 8.0 or
+newer, in plain eager mode. Everything else runs in plain torch, which a compiler traces. Both store the same bytes, so
+forward and backward need not agree. ``force_backend`` overrides the choice, for tests and for comparing the two.
 
-**Launches.** The step of a small model waits for Python. What follows from shapes, strides and settings alone is
-therefore worked out once and kept in a ``LaunchCache``: which kernels run, with what grid and constants. Only in plain
-eager mode: a compiler's symbolic sizes cannot be hashed, and a size that served as a key would be fixed.
+**Launches.** A step of a small model waits for Python. A ``LaunchCache`` therefore stores what follows from shapes,
+strides and settings alone: which kernels run, with what grid and constants. It is for plain eager mode only: a
+compiler's symbolic sizes cannot be hashed, and a size in a key would become a constant.
+
+**A simulated GPU** is a backend, too: while a thread acts as one (``act_as``), kernels are chosen for tensors of the
+CPU, and allocate what they return, but run nothing. Its launches belong to it, so no other thread meets them.
 
 **Operators of the dispatcher** (``torch.ops.actprune.*``) may keep no memory: a compiler with CUDA graphs
-(``mode="reduce-overhead"``) runs operators in memory that it takes back, and raises if somebody holds on to some. And
-all results of an operator have to be new tensors. Kernels called directly do not heed that.
+(``mode="reduce-overhead"``) takes the memory of operators back, and raises if anything still refers to it. All results
+of an operator have to be new tensors. Kernels that are called directly have neither rule.
 
-**Autocast** casts the arguments of torch's functions; a function of our own has to do it itself.
+**Autocast** casts the arguments of torch's functions; a function of this package has to do it itself.
 
-**Autograd functions.** A function of this package keeps less than it reads, so the same holds for all of them:
+**Autograd functions.** A function of this package saves less than it reads, so the same rules hold for all of them:
 
-- **Where torch does it all** is asked first (``may_compress``): without gradients, where somebody else than autograd
-  looks on, and of what is sparse or nested.
-- **Plain eager mode or not** is asked once a pass, of the first argument, and handed to the function as its last one,
-  ``eager``: there kernels may run and memory be shared by its address. Anywhere else (a compiler, a transform, a
-  dispatch mode) the plain-torch form runs, which these see through.
-- **Undefined gradients stay undefined.** An output on which nothing depends gets no gradient, and gives none.
-- **No second derivatives.** Backward refuses to run where gradients are recorded (``create_graph=True``). An error in
-  the derivative of what it returns would come too late: ``torch.autograd.grad(..., inputs)`` runs only nodes that lead
-  to ``inputs``, and what would lead from such a gradient to the function's input was not kept. It would leave these
-  terms out and say nothing.
-- **What a function returns is no view to autograd** (``no_view``), which would let nobody write to it in place.
-- **Saved-tensor hooks of this package need not see what is saved** here, since it is small already: they would cost the
-  host time for each tensor, forward and backward. So those hooks are taken off the stack while the function is applied.
-  Hooks that somebody else has opened, inside ours or around them, see everything.
+- **torch computes the layer** without gradients, where anything but autograd looks on, and for sparse or nested
+  tensors (``may_compress``).
+- **``eager``**, the last argument, says whether a pass runs in plain eager mode, by its first argument. There kernels
+  may run, and memory may be shared by its address. Elsewhere (a compiler, a transform, a dispatch mode) the plain-torch
+  form runs, which these see through.
+- **Undefined gradients stay undefined.** An output on which nothing depends gets no gradient, and passes none on.
+- **There are no second derivatives.** Backward raises where gradients are recorded (``create_graph=True``). An error in
+  the derivative of its results would come too late: ``torch.autograd.grad(..., inputs)`` runs only nodes that lead to
+  ``inputs``, and what would lead from such a gradient to the function's input was not saved. These terms would be
+  missing without a word.
+- **Results are no views to autograd** (``no_view``), since nobody may write to a view that a function returns.
+- **Saved-tensor hooks of this package do not see what is saved here.** It is small already, and they would cost the
+  host time for each tensor, forward and backward. So they are taken off the stack while the function is applied. Hooks
+  that others have opened, inside ours or around them, see everything.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,17 +77,68 @@ _R = TypeVar("_R")
 _forced: Backend | None = None
 
 
-def in_plain_eager_mode(x: Tensor) -> bool:
-    """Return whether nothing but our own kernels wants to see what is done to ``x``.
+class Machine(NamedTuple):
+    """Properties of a device that the grids of kernels depend on."""
 
-    That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
-    (whose tensors look like plain ones, even after it is over) and no dispatch mode.
+    multiprocessors: int
+    shared_memory: int
+    major: int
+
+
+@dataclass(eq=False)
+class SimulatedGPU:
+    """A GPU on which kernels allocate what they return, on the CPU, and do not run (``analysis.simulate_step``).
+
+    Args:
+        machine: Its properties.
+        launches: Its launches, by the function that makes them.
+        counters: What ``kernels.sums`` counts in, by device and stream.
+    """
+
+    machine: Machine
+    launches: dict[Callable[..., Any], dict[Any, Any]] = field(default_factory=dict)
+    counters: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+
+
+class _Thread(threading.local):
+    operators: int = 0
+    gpu: SimulatedGPU | None = None
+
+    def __init__(self) -> None:
+        self.hooks: list[SavedTensorHooks] = []
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def act_as(gpu: SimulatedGPU) -> Iterator[None]:
+    """Let this thread treat tensors of the CPU as those of ``gpu``; one dispatch mode, the simulator's, is open."""
+    before, _thread.gpu = _thread.gpu, gpu
+    try:
+        yield
+    finally:
+        _thread.gpu = before
+        gpu.launches.clear()  # whose keys name the GPU
+
+
+def simulated_gpu() -> SimulatedGPU | None:
+    """Return the GPU that this thread acts as."""
+    return _thread.gpu
+
+
+def in_plain_eager_mode(x: Tensor) -> bool:
+    """Return True if nothing but our own kernels has to see what is done to ``x``.
+
+    That excludes compilers, meta tensors and those with a lazy negation, tensor subclasses, transforms such as ``vmap``
+    (whose tensors look like plain ones, even after it is over) and dispatch modes but that of a simulation.
     """
     if is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
         return False
     if are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
         return False
-    return len_torch_dispatch_stack() == 0
+    modes = len_torch_dispatch_stack()
+    return modes == 0 or (modes == 1 and _thread.gpu is not None)
 
 
 @functools.cache
@@ -103,7 +157,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> list[str]:
-    """Return the reasons why the Triton kernels cannot take a tensor; an empty list means that they can.
+    """Return why the Triton kernels cannot take a tensor; an empty list if they can.
 
     Args:
         dtype: Type of the tensor to pack, or of the values packed from it.
@@ -121,7 +175,7 @@ def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, c
     if columns > MAX_COLUMNS:
         reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
     if device.type != "cuda":
-        if not _interpreting():
+        if not _interpreting() and _thread.gpu is None:
             reasons.append(f"device {device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
     elif torch.version.cuda is None:
         reasons.append("the GPU is not an NVIDIA one")
@@ -131,9 +185,9 @@ def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, c
     return reasons
 
 
-def forced_backend() -> Backend | None:
-    """Return what ``force_backend`` asks for; part of the key wherever a choice is kept."""
-    return _forced
+def forced_backend() -> Backend | SimulatedGPU | None:
+    """Return the backend of this thread, ``None`` if tensors decide; part of the key wherever a choice is stored."""
+    return _forced if _thread.gpu is None else _thread.gpu
 
 
 def choose_backend(
@@ -144,24 +198,16 @@ def choose_backend(
     Raises:
         RuntimeError: If the kernels are forced on a tensor they cannot take; the message lists the reasons.
     """
-    if _forced is None:
-        return _automatic(dtype, device, block_size, columns)
-    if _forced == "reference":
+    forced = forced_backend()
+    if forced == "reference" or (forced is None and device.type != "cuda"):
         return "reference"
     reasons = kernel_refusals(dtype, device, block_size, columns)
-    if reasons:
+    if reasons and forced == "triton":
         raise RuntimeError(
             f"The Triton kernels were forced but cannot take a {tuple(shape)} tensor: {'; '.join(reasons)}. "
             'HINT: use force_backend("reference") or a supported tensor.'
         )
-    return "triton"
-
-
-@functools.lru_cache(maxsize=1024)
-def _automatic(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> Backend:
-    if device.type != "cuda" or kernel_refusals(dtype, device, block_size, columns):
-        return "reference"
-    return "triton"
+    return "reference" if reasons else "triton"
 
 
 @functools.cache
@@ -173,16 +219,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which the GPU of ``x`` is the current one: Triton launches on that, not on its arguments'."""
+    """Return a context in which the GPU of ``x`` is the current one, on which Triton launches."""
     if not x.is_cuda or not _several_gpus() or x.device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(x.device)
 
 
 def has_fp32_product(x: Tensor) -> bool:
-    """Return whether torch multiplies 16-bit matrices like ``x`` to an fp32 result (``torch.mm(out_dtype=)``)."""
+    """Return True if torch multiplies 16-bit matrices like ``x`` to an fp32 result (``torch.mm(out_dtype=)``)."""
     if not x.is_cuda or torch.version.cuda is None:
-        return False
+        return _thread.gpu is not None and x.dtype in (torch.float16, torch.bfloat16)
     if x.dtype == torch.float16:
         return not torch.backends.cuda.matmul.allow_fp16_accumulation
     return x.dtype == torch.bfloat16
@@ -201,94 +247,95 @@ def force_backend(backend: Backend | None) -> Iterator[None]:
         _forced = before
 
 
-class LaunchCache(dict[tuple[Any, ...], _R], Generic[_R]):
-    """The bound launches of one operation: ``cache[key]`` is what ``make(*key)`` returns, made once.
+TensorKey = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""Shape, strides and type of a tensor, and whether it starts at a multiple of 16 bytes."""
 
-    The key is a tuple of everything that a launch depends on: shapes, strides, dtypes, device and settings, for the
-    compiled kernels that it keeps also which tensors start at a multiple of 16 bytes (``is_aligned``), and
-    ``forced_backend()`` wherever a backend is chosen. A look-up of a launch that is there costs what one in a
-    dictionary costs, without a call of Python. Only one that is missing does, and then a cache that is full is emptied:
-    shapes that change all the time must not fill the memory.
+
+class LaunchCache(dict[tuple[Any, ...], _R | None], Generic[_R]):
+    """The bound launches of one operation, each made once: by what ``find`` reads of tensors, and by settings.
 
     Args:
-        make: Makes the launch of a key; ``None``, "not for the kernels", is kept too.
-        limit: Most launches.
+        make: Returns the launch for ``(device, *tensor_keys, *settings)``, or ``None``, which is stored too, if that is
+            not for the kernels. Types and alignment matter to the compiled kernels that a launch keeps.
+        limit: Most launches. A full cache is emptied: shapes that change all the time must not fill the memory.
     """
 
-    def __init__(self, make: Callable[..., _R], limit: int = 1024) -> None:
+    def __init__(self, make: Callable[..., _R | None], limit: int = 1024) -> None:
         super().__init__()
         self._make, self._limit = make, limit
 
-    def __missing__(self, key: tuple[Any, ...]) -> _R:
-        launch = self._make(*key)
-        if len(self) >= self._limit:
-            self.clear()
-        self[key] = launch
-        return launch
+    def find(self, settings: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> _R | None:
+        """Return the launch for tensors on the device of ``x``, in plain eager mode, ``None`` without one.
 
+        Where no kernel can run no address is read: not every device has addresses, and reading one ends a lazy copy.
+        """
+        gpu = _thread.gpu
+        backend = _forced if gpu is None else gpu
+        if not x.is_cuda if backend is None else backend == "reference":
+            return None
+        key: tuple[Any, ...] = backend, settings, x.device, (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+        for t in others:
+            key += (None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0),)
+        return self[key]
 
-def is_aligned(x: Tensor) -> bool:
-    """Return whether ``x`` starts at a multiple of 16 bytes, as far as that matters to anybody.
-
-    Where no kernel can run no address is asked for, which not every device has, and which ends a lazy copy.
-    """
-    return not (x.is_cuda or _forced is not None) or x.data_ptr() % 16 == 0
+    def __missing__(self, key: tuple[Any, ...]) -> _R | None:
+        _, settings, *arguments = key
+        launches = self if _thread.gpu is None else _thread.gpu.launches.setdefault(self._make, {})
+        if key not in launches:
+            launch = self._make(*arguments, *settings)
+            if len(launches) >= self._limit:
+                launches.clear()
+            launches[key] = launch
+        return launches[key]
 
 
 LONG_COMPILATION = 2.0
-"""Seconds of compiling kernels that are worth a word."""
+"""Seconds of compiling kernels from which on users hear of it."""
 
 
 class Compilation:
-    """Knows how long kernels have been compiled, and says so once to whoever listens."""
+    """Counts the seconds of compiling kernels, and calls a listener once if they are many."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._tell: Callable[[], None] | None = None
+        self._listener: Callable[[], None] | None = None
 
-    def listen(self, tell: Callable[[], None] | None) -> None:
-        """Call ``tell`` as soon as compiling has taken long from now on; ``None`` ends that."""
-        self._seconds, self._tell = 0.0, tell
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call ``listener`` as soon as compiling has taken long from now on; ``None`` ends that."""
+        self._seconds, self._listener = 0.0, listener
 
     def add(self, seconds: float) -> None:
         """Count the first launch of a kernel."""
         self._seconds += seconds
-        if self._tell is not None and self._seconds > LONG_COMPILATION:
-            tell, self._tell = self._tell, None
-            tell()
+        if self._listener is not None and self._seconds > LONG_COMPILATION:
+            listener, self._listener = self._listener, None
+            listener()
 
 
 compilation = Compilation()
 
 
-class _Running(threading.local):
-    operators: int = 0
-
-
-_running = _Running()
-
-
 def as_operator(implementation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return ``implementation`` as the dispatcher is to call it."""
+    """Return what the dispatcher calls in place of ``implementation``, so that this knows (``in_operator``)."""
 
     @functools.wraps(implementation)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        _running.operators += 1
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _thread.operators += 1
         try:
             return implementation(*args, **kwargs)
         finally:
-            _running.operators -= 1
+            _thread.operators -= 1
 
-    return called
+    return run
 
 
 def in_operator() -> bool:
-    """Return whether an operator runs that the dispatcher has called."""
-    return _running.operators > 0
+    """Return True while an operator runs that the dispatcher has called."""
+    return _thread.operators > 0
 
 
 def may_keep_memory(x: Tensor) -> bool:
-    """Return whether a buffer where ``x`` is may be kept for the next call on the same stream."""
+    """Return True if a buffer on the device of ``x`` may be stored for the next call on the same stream."""
     return not in_operator() and not (x.is_cuda and is_current_stream_capturing())
 
 
@@ -301,22 +348,22 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which ``F.linear`` would compute, and save, ``x``."""
+    """Return the type in which ``F.linear`` would read and save ``x``."""
     return (autocast_dtype(x) or x.dtype) if x.dtype != torch.float64 else x.dtype
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, which takes a microsecond or two to find out that there is nothing to do."""
+    """Return ``x.to(dtype)``, which takes a microsecond or two even where there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype=dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast to ``dtype`` does: not fp64."""
+    """Cast as autocast to ``dtype`` does, which leaves fp64 alone."""
     return x if x.dtype == torch.float64 else as_dtype(x, dtype)
 
 
 def cast_input(x: Tensor, dtype: torch.dtype | None, block_size: int) -> Tensor:
-    """Cast as autocast does, if there is one; what has to be copied along its features anyway lies so at once."""
+    """Cast as autocast does, if it is on; the copy is contiguous if blocks need one along the features anyway."""
     if dtype is None:
         return x
     turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
@@ -329,18 +376,18 @@ def cast_input(x: Tensor, dtype: torch.dtype | None, block_size: int) -> Tensor:
 
 
 def may_compress(x: Tensor) -> bool:
-    """Return whether what backward needs of ``x`` may be kept in another form than by torch; if not, torch does it all.
+    """Return True if what backward needs of ``x`` may be stored in another form than torch's.
 
-    That is where autograd records gradients, and nobody else does. Nor are there blocks in what is sparse or nested.
+    Autograd has to record gradients, and nothing else may look on. Sparse and nested tensors have no blocks.
     """
     return torch.is_grad_enabled() and x.layout == torch.strided and not x.is_nested and not is_watched()
 
 
 def is_watched() -> bool:
-    """Return whether somebody else than autograd asks what operators do.
+    """Return True if anything but autograd looks on.
 
-    A ``torch.func`` transform asks an operator for more than its backward, and what is traced or exported is to know
-    nothing of this package.
+    A ``torch.func`` transform needs more of an operator than its backward, and a traced or exported graph must not
+    depend on this package.
     """
     if is_compiling():
         return is_exporting()
@@ -348,29 +395,21 @@ def is_watched() -> bool:
 
 
 class SavedTensorHooks(Protocol):
-    """A pair of saved-tensor hooks that leaves alone what this package's operators keep."""
+    """A pair of saved-tensor hooks that skips what operators of this package save."""
 
     pair: tuple[Callable[..., Any], Callable[..., Any]]
     alone: bool
-    """Whether there are no hooks around these, which have to see everything."""
-
-
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.hooks: list[SavedTensorHooks] = []
-
-
-_open = _Open()
+    """Whether no other hooks are open around these: such see everything."""
 
 
 def open_hooks(hooks: SavedTensorHooks) -> None:
-    """Let functions of this thread not be seen by ``hooks``, which are on the stack now."""
-    _open.hooks.append(hooks)
+    """Hide what functions of this thread save from ``hooks``, which are on the stack now."""
+    _thread.hooks.append(hooks)
 
 
 def close_hooks(hooks: SavedTensorHooks) -> None:
-    """Undo ``open_hooks``, in whatever order: hooks of one module are called in the order in which they were added."""
-    _open.hooks.remove(hooks)
+    """Undo ``open_hooks``, in any order: hooks of one module are called in the order in which they were added."""
+    _thread.hooks.remove(hooks)
 
 
 def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -379,38 +418,38 @@ def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..
     The frame adds ``None`` for all other inputs.
 
     Args:
-        what: What has no second derivatives, for the error.
+        what: The operation, for the error.
     """
     message = (
         f"Second derivatives through {what} are not defined: what they need is not kept. HINT: keep the layer dense "
         "with a rule (`rules={name: None}`) where you need create_graph=True."
     )
 
-    def decorated(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(compute: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute)
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             count, grad = len(ctx.needs_input_grad), grads[0]
-            if grad is None:  # of an output on which nothing depends
+            if grad is None:  # nothing depends on the output
                 return (None,) * count
-            if is_compiling():  # which refuses second derivatives by itself
+            if is_compiling():  # a compiler refuses second derivatives itself
                 with torch.no_grad():
-                    found = compute(ctx, False, *grads)
+                    gradients = compute(ctx, False, *grads)
             elif torch.is_grad_enabled():
                 raise RuntimeError(message)
             else:
-                found = compute(ctx, in_plain_eager_mode(grad), *grads)
-            return (*found, *[None] * (count - len(found)))
+                gradients = compute(ctx, in_plain_eager_mode(grad), *grads)
+            return (*gradients, *[None] * (count - len(gradients)))
 
         return backward
 
-    return decorated
+    return decorate
 
 
 def no_view(y: Tensor) -> Tensor:
-    """Return ``y``, which its function alone holds, as a tensor of the same memory that is no view to autograd.
+    """Return ``y``, which only its function holds, as a tensor of the same memory that is no view to autograd.
 
-    Of a view that a function returns, autograd lets nobody write to it or to a part of it (``y += x``, an in-place
-    ReLU), and many of torch's own functions return one: ``F.linear`` of three dimensions that are contiguous.
+    Autograd lets nobody write to a view that a function returns, or to a part of it (``y += x``, an in-place ReLU), and
+    many of torch's functions return one, such as ``F.linear`` of a contiguous tensor of three dimensions.
     """
     if is_compiling():
         return unsafe_view(y, y.shape)
@@ -418,7 +457,7 @@ def no_view(y: Tensor) -> Tensor:
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return what applies ``function`` to its arguments, to which ``eager`` is added."""
+    """Return a function that applies ``function`` to its arguments and ``eager``."""
     compute = function.forward
 
     @functools.wraps(compute)
@@ -435,9 +474,9 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     def apply(x: Tensor, *arguments: Any) -> Any:
         if not in_plain_eager_mode(x):
             return traced_apply(x, *arguments, False)
-        if not _open.hooks:
+        if not _thread.hooks:
             return eager_apply(x, *arguments, True)
-        hooks = _open.hooks[-1]
+        hooks = _thread.hooks[-1]
         top = top_saved_tensors_hooks(False)
         if not hooks.alone or top is None or top[0] is not hooks.pair[0]:
             return eager_apply(x, *arguments, True)

@@ -1,22 +1,22 @@
-"""Pack a dense tensor into its kept blocks and unpack it again, with Triton kernels or in plain torch.
+"""Pack a dense tensor to its kept blocks, and unpack these, by the kernels or in plain torch.
 
-``torch.ops.actprune.pack`` and ``unpack`` are the same functions for compilers. They are opaque on purpose: which
-blocks are kept depends on the data. A partitioner then saves the results of ``pack`` instead of the dense input, and
-nothing can be fused into a form that needs the dense input again. Neither is differentiable. All output shapes follow
-from input shapes and the integer arguments, so nothing waits for the device. In plain eager mode the Python functions
-are called directly, because the dispatcher costs the host 3 to 20 us per call (machines of an H200, torch 2.11;
-``benchmarks/results/kernels.json``: 4 and 17). Compiled code that stores all blocks calls ``quantize`` and
-``dequantize``, which have one result and no bitmap and offsets to allocate and pass on.
+Compilers call ``torch.ops.actprune.pack`` and ``unpack``, which are opaque on purpose: which blocks are kept depends on
+the data, so a partitioner saves what ``pack`` returns instead of the dense input, and nothing can be fused into a form
+that needs the dense input again. Neither is differentiable. The shapes of results follow from shapes and integers, so
+nothing waits for the device. In plain eager mode the functions are called directly: the way through the dispatcher to
+Python costs the host 3 to 20 us a call (machines of an H200, torch 2.11; ``benchmarks/results/kernels.json``: 4 and
+17). ``quantize`` and ``dequantize`` are for compiled code in which all blocks are stored: they have one result, and no
+positions.
 
-``pack_all`` and ``unpack_all`` also store all blocks quantized, in plain torch, which a compiler fuses with the
-operations around them.
+Where all blocks of a tensor are stored, quantized and without positions, a compiler may see how: ``pack_all`` and
+``unpack_all`` are plain torch, which it fuses with its surroundings.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,11 +32,10 @@ from lightning_actprune.codec.blocks import (
 )
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
+    TensorKey,
     as_operator,
     choose_backend,
-    forced_backend,
     in_operator,
-    is_aligned,
     on_device_of,
 )
 
@@ -123,22 +122,21 @@ def pack(
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
-    columns, kept = ceil_div(x.shape[2], block_size), kept_blocks(x.shape, block_size, keep)
-    check_storable(x, bits, kept, block_size)
-    if x.numel() > 0 and kept > 0 and choose_backend(x.shape, x.dtype, x.device, block_size, columns) == "triton":
-        key = x.shape, x.stride(), x.dtype, x.device, is_aligned(x), block_size, keep, bits, selection
-        with on_device_of(x):
-            values, bitmap, offsets = _pack_launches[key](x)
-        if keeps_all(keep) and in_operator():  # results of an operator must be new, and the launch reuses one tensor
-            bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
-        return values, bitmap, offsets
-    return blocks.pack(x, block_size, keep, bits, selection)
+    check_storable(x, bits, kept_blocks(x.shape, block_size, keep), block_size)
+    launch = _pack_launches.find((block_size, keep, bits, selection), x)
+    if launch is None:
+        return blocks.pack(x, block_size, keep, bits, selection)
+    with on_device_of(x):
+        values, bitmap, offsets = launch(x)
+    if keeps_all(keep) and in_operator():  # whose results must be new: the launch has one tensor for all calls
+        bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
+    return values, bitmap, offsets
 
 
 def traced_pack(x: Tensor, block_size: int, keep: int, bits: int, selection: str) -> tuple[Tensor, ...]:
-    """Pack as ``pack`` does, in a form that can be traced: plain torch for ``ALL_BLOCKS``, else the operator.
+    """Pack in plain torch, or by an operator where blocks are dropped, for compilers and whatever else looks on.
 
-    With ``ALL_BLOCKS`` only the values are returned.
+    With ``ALL_BLOCKS`` the values alone are returned.
     """
     if keeps_all(keep):
         check_storable(x, bits)
@@ -172,13 +170,9 @@ def unpack_batch(
     """Return the pruned tensor ``[batch, rows, length]`` of ``shape``, or permuted to ``[rows, batch, length]``."""
     values, bitmap, offsets = packed
     batch, rows, length = shape
-    kept, columns, device = values.shape[0], ceil_div(length, block_size), values.device
-    if kept and choose_backend(values.shape, dtype, device, block_size, columns) == "triton":
+    launch = _unpack_launches.find((shape, features_first, block_size, bits, dtype), values, bitmap, offsets)
+    if launch is not None:
         out = values.new_empty((rows, batch, length) if features_first else shape, dtype=dtype)
-        # Number of samples within which blocks compete, and number of blocks if the kernel depends on it.
-        counts = bitmap.shape[0] if bitmap.shape[1] else 0, kept if bits else 0
-        aligned = is_aligned(values), is_aligned(bitmap), is_aligned(offsets)
-        launch = _unpack_launches[(*counts, shape, features_first, block_size, bits, device, dtype, aligned)]
         with on_device_of(values):
             launch(values, bitmap, offsets, out)
         return out
@@ -198,7 +192,7 @@ def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: in
 
 
 class Quantize:
-    """``quantize`` for code that a compiler generates; launches are looked up by size and reused by later calls.
+    """``quantize`` for code that a compiler writes, with launches of its own.
 
     The device of the tensors must be the current one.
 
@@ -213,35 +207,18 @@ class Quantize:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``quantize(x, block_size, bits)``."""
-        launch = self._launches[x.shape, x.stride(), x.dtype, x.get_device(), is_aligned(x), forced_backend()]
+        launch = self._launches.find((), x)
         return quantize(x, *self._how) if launch is None else launch.store(x)
 
-    def _launch(
-        self,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: int,
-        aligned: bool,
-        _: Any,
-    ) -> QuantizeLaunch | None:
-        """Return the launch for such tensors, or ``None`` if no kernel takes them."""
+    def _launch(self, device: torch.device, x: TensorKey) -> QuantizeLaunch | None:
         block_size, bits = self._how
-        place, kept, columns = (
-            _place(device),
-            kept_blocks(shape, block_size, ALL_BLOCKS),
-            ceil_div(shape[2], block_size),
-        )
-        if strides[2] != 1 or not 0 < kept <= MAX_KEPT_BLOCKS:
+        if x[1][2] != 1 or kept_blocks(x[0], block_size, ALL_BLOCKS) > MAX_KEPT_BLOCKS:
             return None
-        if choose_backend(shape, dtype, place, block_size, columns) != "triton":
-            return None
-        launch = _pack_launch(shape, strides, dtype, place, aligned, block_size, ALL_BLOCKS, bits, "largest")
-        return cast("QuantizeLaunch", launch)
+        return cast("QuantizeLaunch | None", _pack_launch(device, x, block_size, ALL_BLOCKS, bits, "largest"))
 
 
 class Dequantize:
-    """``dequantize`` of contiguous values for code that a compiler generates, like ``Quantize``.
+    """``dequantize`` of contiguous values for code that a compiler writes, see ``Quantize``.
 
     Args:
         block_size: Values per block.
@@ -255,31 +232,22 @@ class Dequantize:
 
     def __call__(self, values: Tensor, rows: int, length: int) -> Tensor:
         """Return ``dequantize(values, rows, length, block_size, bits, dtype)``."""
-        launch = self._launches[rows, length, values.get_device(), is_aligned(values), forced_backend()]
+        launch = self._launches.find((rows, length), values)
         if launch is None:
             return dequantize(values, rows, length, *self._how)
         out = values.new_empty((rows, length), dtype=self._how[2])
         launch(values, values, values, out)  # the kernel does not read bitmap and offsets
         return out
 
-    def _launch(self, rows: int, length: int, device: int, aligned: bool, _: Any) -> Launch | None:
-        """Return the launch for such tensors, or ``None`` if no kernel takes them."""
+    def _launch(self, device: torch.device, values: TensorKey, rows: int, length: int) -> Launch | None:
         block_size, bits, dtype = self._how
-        columns, place = ceil_div(length, block_size), _place(device)
-        kept, shape = rows * columns, (1, rows, length)
-        if not kept or choose_backend(shape, dtype, place, block_size, columns) != "triton":
-            return None
-        return _unpack_launch(0, kept, shape, False, block_size, bits, place, dtype, (aligned,) * 3)
-
-
-def _place(device: int) -> torch.device:
-    """Return a tensor's device from ``get_device()``, which takes the host less time than ``tensor.device``."""
-    return torch.device("cpu") if device < 0 else torch.device("cuda", device)
+        nowhere = torch.Size((0, 0)), (0, 1), torch.int32, True
+        return _unpack_launch(device, values, nowhere, nowhere, (1, rows, length), False, block_size, bits, dtype)
 
 
 @functools.cache
 def no_positions(device: torch.device) -> Tensor:
-    """Return an empty tensor for bitmap and offsets if all blocks are stored; kernels do not read it."""
+    """Return the positions where all blocks are stored: a tensor without memory, which kernels do not read."""
     with torch.inference_mode(False):
         return torch.empty(0, 0, dtype=torch.int32, device=device)
 
@@ -296,40 +264,42 @@ def unpack_all(values: Tensor, rows: int, length: int, block_size: int, bits: in
 
 
 def _pack_launch(
-    shape: tuple[int, int, int],
-    strides: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    block_size: int,
-    keep: int,
-    bits: int,
-    selection: str,
-) -> PackLaunch | QuantizeLaunch:
-    """Return the launch for an input; ``dtype`` and ``aligned`` only select the compiled kernel that it caches."""
+    device: torch.device, x: TensorKey, block_size: int, keep: int, bits: int, selection: str
+) -> PackLaunch | QuantizeLaunch | None:
+    (samples, rows, length), strides, dtype, _ = x
+    shape = samples, rows, length
+    if not kept_blocks(shape, block_size, keep) or not samples * rows * length:
+        return None
+    if choose_backend(shape, dtype, device, block_size, ceil_div(length, block_size)) == "reference":
+        return None
     from lightning_actprune.kernels.pack import pack_launch
 
-    return pack_launch(shape, strides, block_size, keep, device, None, bits, selection)
+    return pack_launch(shape, (strides[0], strides[1], strides[2]), block_size, keep, device, None, bits, selection)
 
 
 def _unpack_launch(
-    samples: int,
-    kept: int,
+    device: torch.device,
+    values: TensorKey,
+    bitmap: TensorKey,
+    offsets: TensorKey,
     shape: tuple[int, int, int],
     features_first: bool,
     block_size: int,
     bits: int,
-    device: torch.device,
     dtype: torch.dtype,
-    aligned: tuple[bool, bool, bool],
-) -> Launch:
-    """Return the launch for a packed tensor; ``dtype`` and ``aligned`` only select the kernel that it caches."""
+) -> Launch | None:
+    """Return what writes the unpacked tensor, given values, bitmap, offsets and memory, ``None`` without a kernel."""
+    kept, (samples, words) = values[0][0], bitmap[0]
+    if not kept or choose_backend(values[0], dtype, device, block_size, ceil_div(shape[2], block_size)) == "reference":
+        return None
     from lightning_actprune.kernels.unpack import unpack_launch
 
-    return unpack_launch(samples, kept, shape, features_first, block_size, bits, device)
+    # The number of samples within which blocks compete, and, where something depends on it, that of blocks.
+    counts = samples if words else 0, kept if bits else 0
+    return unpack_launch(*counts, shape, features_first, block_size, bits, device)
 
 
-_pack_launches = LaunchCache(_pack_launch)
+_pack_launches: LaunchCache[PackLaunch | QuantizeLaunch] = LaunchCache(_pack_launch)
 _unpack_launches = LaunchCache(_unpack_launch)
 
 LIBRARY = torch.library.Library("actprune", "FRAGMENT")

@@ -46,7 +46,9 @@ Name, in ``torch._C`` or as given      What it tells or does             Without
 ``torch._subclasses``' fake tensors    Dense memory                      It is not known (warning).
 ``TorchDispatchMode``,                 Memory of a simulated step        No step is simulated (error).
   ``_scoped_library``, two kinds of
-  ``_scaled_dot_product_...``
+  ``_scaled_dot_product_...``,
+  ``_dispatch_keyset_...``,
+  ``DispatchKey``
 ``torch.nn.modules.module`` (hooks)    Are there hooks for all modules?  There may be: modules are not fused.
 ``_inductor`` and ``_functorch``       Run a pass over the joint graph   Compiled layers stay dense (error where passes
   (``joint_custom_...`` and others)    of forward and backward           are installed).
@@ -374,7 +376,16 @@ TorchDispatchMode: Any = look_up(_MODE, object)
 scoped_library: Callable[..., AbstractContextManager[Any]] = look_up(_LIBRARY, _raise_missing(_LIBRARY))
 flash_attention: Callable[..., Any] = look_up(_FLASH, _raise_missing(_FLASH))
 efficient_attention: Callable[..., Any] = look_up(_EFFICIENT, _raise_missing(_EFFICIENT))
-FOR_SIMULATION = (_MODE, _LIBRARY, _FLASH, _EFFICIENT, *FOR_FAKES, *FOR_NODES)
+_BELOW, _KEY = "torch._C._dispatch_keyset_full_after", "torch._C.DispatchKey"
+_keys_below, _dispatch_key = look_up(_BELOW), look_up(_KEY)
+
+
+def redispatch(operation: Any, keys: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's implementation of an operation below a dispatch key; ``keys`` are those of the call."""
+    return operation.redispatch(keys & _keys_below(getattr(_dispatch_key, key)), *args, **kwargs)
+
+
+FOR_SIMULATION = (_MODE, _LIBRARY, _BELOW, _KEY, _FLASH, _EFFICIENT, *FOR_FAKES, *FOR_NODES)
 """Names needed to simulate a step."""
 
 # === Joint graphs of compiled regions =================================================================

@@ -1,9 +1,10 @@
 """Launch a kernel whose arguments are fixed but for its tensors, without Triton's argument analysis.
 
-``kernel[grid](...)`` binds, specialises and hashes its arguments on each call, which takes several times as long as the
-launch itself; a step of a small model launches hundreds of kernels. A ``Launch`` does it once, keeps the compiled
-kernel, and then passes addresses straight to its launcher. Its caller guarantees that the device, the dtypes and the
-16-byte alignment of the tensors never change: all are part of its key in a ``codec.dispatch.LaunchCache``.
+``kernel[grid](...)`` binds, specialises and hashes its arguments in each call, which takes several times as long as the
+launch itself, and a step of a small model launches hundreds of kernels. A ``Launch`` does it once, stores the compiled
+kernel, and then passes addresses straight to its launcher. The device, the types and the 16-byte alignment of its
+tensors never change, since they are part of its key in a ``codec.dispatch.LaunchCache``. A launch of a simulated GPU
+does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_actprune.codec.dispatch import compilation
+from lightning_actprune.codec.dispatch import compilation, simulated_gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in the interpreter. It is read when they are decorated, so it cannot change later."""
@@ -41,7 +42,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: Any, **options: int) -> None:
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._grid = (*grid, 1, 1)[:3]
-        self._run: Callable[[tuple[Tensor, ...]], None] | None = None
+        self._run: Callable[[tuple[Tensor, ...]], None] | None = None if simulated_gpu() is None else _run_nothing
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
@@ -51,11 +52,15 @@ class Launch:
         start = time.perf_counter()
         compiled = self._by_triton(tensors)
         compilation.add(time.perf_counter() - start)
-        if not INTERPRETED:  # last: another thread may wait for it
+        if not INTERPRETED:  # comes last, since another thread may wait for it
             self._run = runner(compiled, tensors[0].device.index, self._grid, self._scalars) or self._by_triton
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         return self._kernel[self._grid](*tensors, *self._scalars, **self._options)
+
+
+def _run_nothing(tensors: tuple[Tensor, ...]) -> None:
+    """Do nothing: a simulated GPU computes no values."""
 
 
 def runner(
@@ -63,11 +68,11 @@ def runner(
 ) -> Callable[[tuple[Tensor, ...]], None] | None:
     """Return ``run(tensors)``, which launches a compiled kernel with all other arguments filled in.
 
-    It passes addresses: given tensors, a launcher would ask each for its address, and the driver whether that is on the
-    GPU. In Triton 3.4 to 3.9 a launcher is Python code that ends in one call of a native function, its ``launch``. That
-    code is skipped: its call is recorded once, and the native function is called in the same way. A ResMLP-S12 step
-    then kept a slow host busy for 25.5 ms instead of 30.6 (H200, commits 8294153 and 34ba7b9). ``None`` for any other
-    launcher, which is left to Triton.
+    It passes addresses: a launcher asks each tensor for its address, and the driver whether that is on the GPU. In
+    Triton 3.4 to 3.9 a launcher is Python code that ends in one call of a native function, its ``launch``. That code is
+    skipped: its call is recorded once, and the native function is called in the same way. A ResMLP-S12 step then kept a
+    slow host busy for 25.5 ms instead of 30.6 (H200, commits 8294153 and 34ba7b9). ``None`` if the launcher is any
+    other one, which Triton calls.
     """
     try:
         stream = functools.partial(triton.runtime.driver.active.get_current_stream, device)
@@ -101,8 +106,8 @@ def _native_call(
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool] | None:
     """Return a launcher's native function, its arguments before and after the stream, and whether it takes a tuple.
 
-    The tuple, if it takes one, holds the kernel's arguments. ``None`` for a launcher that does more than pass its
-    arguments on (memory for the kernel, a sanitizer), has other parameters than these, or is no Python code.
+    The tuple, if it takes one, holds the kernel's arguments. ``None`` if the launcher does more than pass its arguments
+    on (memory for the kernel, a sanitizer), has other parameters than ``_KNOWN``, or is no Python code.
     """
     scratch = [getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
     if not callable(getattr(launcher, "launch", None)) or any(scratch) or getattr(launcher, "gsan_enabled", False):
@@ -122,14 +127,11 @@ def _native_call(
     return (launcher.launch, before, after[:-1], True) if after[-1:] == (arguments,) else None
 
 
-def aligned(*tensors: Tensor) -> tuple[bool, ...]:
-    """Return which tensors start at a multiple of 16 bytes, which compiled code relies on for each of its own."""
-    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-
-
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``, each of which can run any program; 1 in the interpreter."""
+    """Return how many multiprocessors ``device`` has, each of which can run any program; 1 in the interpreter."""
+    gpu = simulated_gpu()
+    if gpu is not None:
+        return gpu.machine.multiprocessors
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

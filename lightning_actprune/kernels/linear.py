@@ -42,7 +42,6 @@ parts are fitted, and in how their tensor cores take operands.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -52,6 +51,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.codec.blocks import RUN_BLOCKS, WORD_BLOCKS, ceil_div
+from lightning_actprune.codec.dispatch import Machine, simulated_gpu
 from lightning_actprune.kernels.formats import dequantize_tile, encode_format, whole_blocks
 from lightning_actprune.kernels.launch import INTERPRETED, Launch
 from lightning_actprune.kernels.places import RUN, WORD, set_bits
@@ -74,17 +74,11 @@ class Config(NamedTuple):
     values_first: bool
 
 
-class Machine(NamedTuple):
-    """Properties of a device that the choice of a configuration depends on."""
-
-    multiprocessors: int
-    shared_memory: int
-    major: int
-
-
-@functools.cache
 def machine(device: torch.device) -> Machine:
-    """Return the properties of ``device``; few multiprocessors for the CPU's interpreter."""
+    """Return the properties of ``device``; the interpreter has few multiprocessors."""
+    gpu = simulated_gpu()
+    if gpu is not None:
+        return gpu.machine
     if device.type != "cuda":
         return Machine(4, 232448, 9)
     found: Any = torch.cuda.get_device_properties(device)  # not all versions of torch declare all of them

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.codec.blocks import ceil_div
-from lightning_actprune.codec.dispatch import may_keep_memory
+from lightning_actprune.codec.dispatch import may_keep_memory, simulated_gpu
 from lightning_actprune.codec.private import raw_stream
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 
@@ -133,11 +133,12 @@ def _zeroed_counters(x: Tensor, groups: int) -> Tensor:
     """Return at least ``groups`` zeroed counters for the current stream, new ones where none may be reused."""
     if not may_keep_memory(x):
         return torch.zeros(groups, dtype=torch.int32, device=x.device)
-    stream = raw_stream(x.device.index) if x.is_cuda else 0
-    counters = _counters.get((x.device, stream))
+    gpu, place = simulated_gpu(), (x.device, raw_stream(x.device.index) if x.is_cuda else 0)
+    stored = _counters if gpu is None else gpu.counters
+    counters = stored.get(place)
     if counters is None or counters.numel() < groups:
         counters = torch.zeros(max(COUNTERS, triton.next_power_of_2(groups)), dtype=torch.int32, device=x.device)
-        _counters[x.device, stream] = counters
+        stored[place] = counters
     return counters
 
 

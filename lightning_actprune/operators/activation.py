@@ -66,12 +66,11 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     KERNEL_DTYPES,
     LaunchCache,
+    TensorKey,
     applied,
     autocast_dtype,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     on_device_of,
     once_differentiable,
@@ -335,9 +334,7 @@ def activate_eagerly(
     """Return ``f(x)`` and the stored codes, by the kernel if it takes ``x``; in place only if ``x`` is dense."""
     y = x if in_place else torch.empty_like(x, dtype=dtype)
     dense = x if y.stride() == x.stride() else torch.empty_like(x).copy_(x)
-    bound = _forward_launches[
-        x.shape, x.dtype, y.dtype, x.device, is_aligned(dense), stored, forced_backend()
-    ]  # fmt: skip
+    bound = _forward_launches.find((y.dtype, stored), dense)
     if bound is None:
         y, codes = activate(x, stored, dtype)
         return (x.copy_(y) if in_place else y), codes
@@ -351,7 +348,7 @@ def activate_eagerly(
 def activation_grad(
     grad: Tensor,
     codes: Tensor,
-    strides: Sequence[int],
+    strides: tuple[int, ...],
     stored: StoredDerivative | StoredMask,
     dtype: torch.dtype,
     eager: bool,
@@ -361,11 +358,7 @@ def activation_grad(
     ``strides`` are those of ``y`` and ``dx``. Kernels may run only if ``eager``.
     """
     if eager:
-        # A copy of the gradient, made if strides differ, is aligned.
-        aligned = (grad.stride() != strides or is_aligned(grad)), is_aligned(codes)
-        launch = _backward_launches[
-            grad.shape, grad.dtype, dtype, grad.device, aligned, stored, forced_backend()
-        ]  # fmt: skip
+        launch = _backward_launches.find((strides, dtype, stored), grad, codes)
         if launch is not None:
             if grad.stride() != strides:
                 grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
@@ -382,7 +375,7 @@ def pack_mask(mask: Tensor) -> Tensor:
     """Return the codes of a dense bool ``mask``, one bit per value in the order of memory."""
     count = mask.numel()
     flat = mask.as_strided((count,), (1,))
-    launch = _mask_launches[count, mask.device, is_aligned(mask), forced_backend()]
+    launch = _mask_launches.find((), mask)
     if launch is None:
         return encode_mask(flat)
     codes = mask.new_empty(ceil_div(count, ROW), dtype=torch.uint8)
@@ -447,20 +440,11 @@ def dither(count: int, bits: int, device: torch.device) -> Tensor:
 
 
 def _forward_launch(
-    shape: tuple[int, ...],
-    x: torch.dtype,
-    y: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    stored: StoredDerivative,
-    backend: str | None,
+    device: torch.device, x: TensorKey, dtype: torch.dtype, stored: StoredDerivative
 ) -> tuple[Launch, int] | None:
-    """Return the launch for an input and the bytes that it stores, or ``None`` if no kernel takes the input.
-
-    The type of the output and the alignment only select the compiled kernel that the launch caches.
-    """
-    count = math.prod(shape)
-    if not count or choose_backend(shape, x, device, ROW, 1) != "triton":
+    """Return the launch of an input whose output is in ``dtype``, and the bytes that are stored."""
+    count = x[0].numel()
+    if not count or choose_backend(x[0], x[2], device, ROW, 1) == "reference":
         return None
     from lightning_actprune.kernels.activation import activate_launch
 
@@ -468,26 +452,25 @@ def _forward_launch(
 
 
 def _backward_launch(
-    shape: tuple[int, ...],
-    grad: torch.dtype,
-    out: torch.dtype,
     device: torch.device,
-    aligned: tuple[bool, bool],
+    grad: TensorKey,
+    codes: TensorKey,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
     stored: StoredDerivative | StoredMask,
-    backend: str | None,
 ) -> Launch | None:
-    """Return the launch for a gradient or ``None``; its type and alignment only select the kernel that it caches."""
-    count = math.prod(shape)
-    if not count or choose_backend(shape, out, device, ROW, 1) != "triton":
+    """Return the launch of a gradient, which is copied first unless it has these ``strides``."""
+    count = grad[0].numel()
+    if not count or choose_backend(grad[0], dtype, device, ROW, 1) == "reference":
         return None
     from lightning_actprune.kernels.activation import activation_grad_launch
 
     return activation_grad_launch(count, *stored.backward_constants())
 
 
-def _mask_launch(count: int, device: torch.device, aligned: bool, backend: str | None) -> Launch | None:
-    """Return the launch for a mask or ``None``; ``aligned`` only selects the compiled kernel that it caches."""
-    if not count or choose_backend((count,), torch.float32, device, ROW, 1) != "triton":
+def _mask_launch(device: torch.device, mask: TensorKey) -> Launch | None:
+    count = mask[0].numel()
+    if not count or choose_backend(mask[0], torch.float32, device, ROW, 1) == "reference":
         return None
     from lightning_actprune.kernels.activation import pack_mask_launch
 

@@ -46,14 +46,12 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
-    Backend,
     LaunchCache,
+    TensorKey,
     applied,
     as_dtype,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     no_view,
     on_device_of,
@@ -65,7 +63,7 @@ from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.activation import CompressedReLU
 from lightning_actprune.operators.base import CompressedLayer, hooked
-from lightning_actprune.operators.norm import CompressedNorm, dense_format, laid_out_as, may_launch, output_dtype
+from lightning_actprune.operators.norm import CompressedNorm, dense_format, laid_out_as, output_dtype
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch, ChannelNormLaunch, Stored
@@ -199,7 +197,7 @@ class ChannelNormFunction(torch.autograd.Function):
     def backward(ctx: Any, eager: bool, grad_output: Tensor, *_: Tensor | None) -> Gradients:
         """Return the gradients of input, weight and bias from ``grad_output [N, C, ...]``."""
         values, statistics, weight = ctx.saved_tensors  # the bytes of x~, [3, sets], [C]
-        compute = _launch_grad if eager and ctx.launched and may_launch(grad_output) else normalize_grad
+        compute = _launch_grad if eager and ctx.launched else normalize_grad
         return compute(grad_output, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
 
 
@@ -468,23 +466,11 @@ def find_launch(
     dtype: torch.dtype,
     running: Running | None,
 ) -> BoundChannelNorm | None:
-    """Return the launches for these tensors, or ``None`` if the kernels do not take them."""
-    momentum, counted, device = None, False, x.device
-    if running is not None and _movable(running, x.shape[1], device):
+    """Return how the kernels take these tensors, or ``None`` if they do not."""
+    momentum, counted = None, False
+    if running is not None and _movable(running, x.shape[1], x.device):
         momentum, counted = running.momentum, running.batches is not None
-    forced = forced_backend()
-    if not x.is_cuda if forced is None else forced != "triton":  # as ``may_launch``
-        return None
-    of_weight = of_bias = None
-    starts = [is_aligned(x), fixed is None or is_aligned(fixed)]
-    if weight is not None:
-        of_weight = weight.stride(), weight.dtype
-        starts.append(is_aligned(weight))
-    if bias is not None:
-        of_bias = bias.stride(), bias.dtype
-        starts.append(is_aligned(bias))
-    of_x, tracked = (x.shape, x.stride(), x.dtype, device), (fixed is not None, momentum, counted)
-    return _launches[(*of_x, of_weight, of_bias, setting, dtype, *tracked, forced, tuple(starts))]
+    return _launches.find((setting, dtype, momentum, counted), x, weight, bias, fixed)
 
 
 def _movable(running: Running, channels: int, device: torch.device) -> bool:
@@ -509,14 +495,15 @@ def _launch_grad(
     layout: ChannelLayout,
     needed: Needed,
 ) -> Gradients:
-    """Return the needed gradients, by the kernels."""
+    """Return the gradients that are needed, by the kernels if these take the gradient."""
     if grad_output.stride() != layout.strides:
         empty = torch.empty_strided(
             grad_output.shape, layout.strides, dtype=grad_output.dtype, device=grad_output.device
         )
         grad_output = empty.copy_(grad_output)
-    starts = is_aligned(grad_output), is_aligned(values), is_aligned(statistics), weight is None or is_aligned(weight)
-    launch = _grad_launches[(layout, needed, grad_output.dtype, grad_output.device, starts)]
+    launch = _grad_launches.find((layout, needed), grad_output, values, statistics, weight)
+    if launch is None:
+        return normalize_grad(grad_output, values, statistics, weight, layout, needed)
     (groups, *_), cut, (of_x, *types) = layout.setting, layout.cut, layout.types
     grad_x = of_weight = of_bias = None
     if needed[0]:
@@ -536,29 +523,21 @@ def _launch_grad(
     return grad_x, of_weight, of_bias
 
 
-_Given = tuple[tuple[int, ...], torch.dtype]
-"""Strides and type of a parameter."""
-
-
 def _channel_norm_launch(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
-    weight: _Given | None,
-    bias: _Given | None,
+    key: TensorKey,
+    weight: TensorKey | None,
+    bias: TensorKey | None,
+    fixed: TensorKey | None,
     setting: ChannelSetting,
     output: torch.dtype,
-    fixed: bool,
     momentum: float | None,
     counted: bool,
-    forced: Backend | None,
-    starts: tuple[bool, ...],
 ) -> BoundChannelNorm | None:
-    """Return the launches for a layout or ``None``; types and ``starts`` also select the kernels that they cache."""
-    count, parameters = shape.numel(), (weight, bias)
+    shape, strides, dtype, _ = key
+    count = shape.numel()
     setting = setting.cut_to(count)
-    apart = any(given is not None and given[0] != (1,) for given in parameters)
+    apart = any(parameter is not None and parameter[1] != (1,) for parameter in (weight, bias))
     if not count or dtype == torch.float64 or ceil_div(count, setting.block_size) > MAX_KEPT_BLOCKS or apart:
         return None
     if choose_backend(shape, dtype, device, setting.block_size, 1) == "reference":
@@ -568,9 +547,9 @@ def _channel_norm_launch(
     x = torch.empty_strided(shape, strides, device="meta")
     last, groups = reads_last(x, setting.groups), setting.groups
     copied, cut = not last and not x.is_contiguous(), cut_of(shape, last)
-    types = dtype, None if weight is None else weight[1], None if bias is None else bias[1]
+    types = dtype, None if weight is None else weight[2], None if bias is None else bias[2]
     laid_out = torch.empty_like(x.contiguous() if copied else x).stride()
-    layout = ChannelLayout(setting, shape, laid_out, cut, last, fixed, types)
+    layout = ChannelLayout(setting, shape, laid_out, cut, last, fixed is not None, types)
     present = weight is not None, bias is not None
     each = functools.partial(spread, cut=cut, groups=groups) if groups else None
     of_sets = _sets(cut, groups), setting.eps, present, momentum, counted
@@ -579,13 +558,14 @@ def _channel_norm_launch(
 
 
 def _channel_norm_grad_launch(
+    device: torch.device,
+    grad_output: TensorKey,
+    values: TensorKey,
+    statistics: TensorKey,
+    weight: TensorKey | None,
     layout: ChannelLayout,
     needed: Needed,
-    dtype: torch.dtype,
-    device: torch.device,
-    starts: tuple[bool, ...],
 ) -> ChannelNormGradLaunch:
-    """Return the launches for gradients of a layout; ``dtype`` and ``starts`` only select the kernels that they use."""
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch
 
     return ChannelNormGradLaunch(_stored(layout, device), layout.types[1] is not None, layout.fixed, needed)
@@ -626,12 +606,12 @@ def channel_norm(
         fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to use instead of those of ``x``.
         running: Running statistics to update, of batch normalisation.
     """
-    found: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
-    if isinstance(found, Tensor):
-        return found
+    output: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
+    if isinstance(output, Tensor):
+        return output
     if running is not None:
-        move(running, found[1])
-    return found[0]
+        move(running, output[1])
+    return output[0]
 
 
 def frozen_batch_norm(
@@ -659,13 +639,13 @@ def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> N
         torch.batch_norm_update_stats(batch, mean, var, float(share))
         torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # autograd does not see the update
         return
-    for moved, found in ((mean, statistics[0]), (var, statistics[2])):
-        if moved is None:
+    for average, value in ((mean, statistics[0]), (var, statistics[2])):
+        if average is None:
             continue
-        if moved.dtype == torch.float32:
-            moved.lerp_(found, share)
+        if average.dtype == torch.float32:
+            average.lerp_(value, share)
         else:
-            moved.copy_(moved.float().lerp_(found, share))
+            average.copy_(average.float().lerp_(value, share))
 
 
 def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> bool:

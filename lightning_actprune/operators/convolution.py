@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -35,28 +34,26 @@ from lightning_actprune.codec.blocks import (
     Blocks,
     block_and_keep,
     ceil_div,
-    keeps_all,
     stored_shape,
     stored_view,
 )
 from lightning_actprune.codec.dispatch import (
     MAX_COLUMNS,
-    Backend,
     LaunchCache,
+    TensorKey,
     applied,
     as_dtype,
     autocast_dtype,
     forced_backend,
-    is_aligned,
     on_device_of,
     once_differentiable,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.pack_cache import get_or_pack
-from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
+from lightning_actprune.codec.packed import Packed, pack, traced_pack
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.operators.linear import check_input, compresses, input_launches
+from lightning_actprune.operators.linear import InputLaunch, check_input, compresses, input_launch
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -101,20 +98,22 @@ class ConvolutionFunction(torch.autograd.Function):
         ctx.windows, ctx.dtypes = windows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.bias_sizes = None if bias is None else bias.shape
         autocast = autocast_dtype(x)
-        if eager:  # the key names the operator, because a linear layer cuts the same tensor into other rows
-            settings = parts, autocast, blocks, forced_backend()
-            dense, launch = _dense_and_launch(x, *settings)
+        if eager:  # a linear layer that reads the same tensor cuts it into other rows
+            settings = parts, autocast, blocks
+            launch = _launches.find(settings, x)
+            dense = x if launch is not None else without_gaps(x)
+            if dense is not x:
+                launch = _launches.find(settings, dense)
             x_read, packed = get_or_pack(
                 x,
-                ("convolution", *settings),
+                ("convolution", *settings, forced_backend()),
                 lambda: _cast_and_pack(dense, launch, parts, autocast, blocks, True),
                 lambda: _cast(dense, autocast),
             )
         else:
-            launch = None
             x_read, packed = _cast_and_pack(without_gaps(x), None, parts, autocast, blocks, False)
         tensors, *ctx.layout = packed
-        ctx.launch, ctx.read = launch, (x_read.shape, x_read.stride(), x_read.dtype)
+        ctx.read = x_read.shape, x_read.stride(), x_read.dtype
         ctx.save_for_backward(weight, *tensors)
         if autocast is not None:
             weight = cast_as_autocast(weight, autocast)
@@ -129,11 +128,8 @@ class ConvolutionFunction(torch.autograd.Function):
         weight, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         shape, strides, dtype = ctx.read
-        # grad_output [N, OUT, *spatial], x_hat [N, C, *spatial] with the strides that the convolution read
-        if eager and ctx.launch is not None and ctx.launch.can_unpack(*tensors):
-            x_hat = ctx.launch.unpacked(tensors)
-        else:
-            x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
+        # x_hat [N, C, *spatial], laid out as the convolution read it
+        x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
         stride, padding, dilation, groups = ctx.windows
         moves = stride, padding, dilation, False, (0,) * len(stride), groups
         grads = _convolution_backward(grad_output, x_hat, as_dtype(weight, dtype), ctx.bias_sizes, *moves, needed)
@@ -146,28 +142,24 @@ _convolution = applied(ConvolutionFunction)
 
 
 def _cast_and_pack(
-    x: Tensor, launch: ConvolutionLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
+    x: Tensor, launch: InputLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
 ) -> tuple[Tensor, Packed]:
     """Return ``x``, which has no gaps, cast as by autocast, and the packed input."""
     if launch is not None:
-        x_read = launch.new() if launch.casts else _cast(x, autocast)
+        x_read = _cast(x, autocast) if launch.new_cast is None else launch.new_cast()
         with on_device_of(x):
-            tensors = launch.pack(x, x_read) if launch.casts else launch.pack(x_read)
+            tensors = launch.pack(x_read) if launch.new_cast is None else launch.pack(x, x_read)
         return x_read, Packed(tensors, *launch.layout)
     x_read = _cast(x, autocast)
-    stored, block, keep = _stored(x_read, parts, blocks)
+    rows = rows_of(x_read, blocks.block_size, blocks.scope)
+    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)  # [samples, rows, length]
+    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
     packed = (pack if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
     return x_read, Packed(packed, stored_shape(stored, False), False, block, blocks.bits)
 
 
 def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
     return x if autocast is None else cast_as_autocast(x, autocast)
-
-
-def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, int]:
-    """Return the tensor to pack ``[samples, rows, length]``, values per block, and blocks to keep per sample."""
-    stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
-    return stored, *block_and_keep(stored, blocks.block_size, parts, blocks.bits)
 
 
 # === Rows, in the order of memory =====================================================================================
@@ -208,84 +200,29 @@ def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
-# === Launches: how kernels pack and unpack inputs of one layout =======================================================
-
-
-class ConvolutionLaunch(NamedTuple):
-    """Launches of forward and backward for inputs of one layout without gaps.
-
-    Args:
-        layout: Shape, transposition, block and bits of ``Packed``.
-        new: Allocates memory with the strides of the input that the convolution reads.
-        casts: True if ``pack`` also casts the input, and writes the result to such memory.
-        pack: Packs the input.
-        unpack: Writes the packed input to such memory.
-        backend: The forced backend, or ``None``.
-    """
-
-    layout: tuple[tuple[int, int, int], bool, int, int]
-    new: Callable[[], Tensor]
-    casts: bool
-    pack: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    unpack: Callable[..., None]
-    backend: Backend | None
-
-    def can_unpack(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
-        """Return True if ``unpack`` can read the saved tensors: hooks may have moved them to unaligned memory."""
-        aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
-        return aligned and self.backend is forced_backend()
-
-    def unpacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the unpacked input with the strides that the convolution read."""
-        x_hat = self.new()
-        with on_device_of(x_hat):
-            self.unpack(*tensors, x_hat)
-        return x_hat
+# === Launches: how kernels pack inputs of one layout ==================================================================
 
 
 def _launch(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    parts: int,
-    autocast: torch.dtype | None,
-    blocks: Blocks,
-    backend: Backend | None,
-) -> ConvolutionLaunch | None:
-    """Return the launches for inputs of a layout, or ``None`` if it has gaps or no kernel takes it."""
+    device: torch.device, key: TensorKey, parts: int, autocast: torch.dtype | None, blocks: Blocks
+) -> InputLaunch | None:
+    """Return what is done with inputs of a layout, ``None`` if it has gaps, or if packing it is not for the kernels."""
+    shape, strides, dtype, aligned = key
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if without_gaps(x) is not x:
         return None
     rows = rows_of(x, blocks.block_size, blocks.scope)
-    launch = input_launches[(rows.shape, rows.stride(), dtype, device, aligned, parts, autocast, blocks, backend)]
+    launch = input_launch(device, (rows.shape, rows.stride(), dtype, aligned), parts, autocast, blocks)
     if launch is None or launch.copied:
         return None
-    from lightning_actprune.kernels.unpack import unpack_launch
-
+    if launch.new_cast is None:
+        return launch
     x_read = _cast(x, autocast)
-    stored, block, keep = _stored(x, parts, blocks)
-    new = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
-    kept = kept_blocks(stored.shape, block, keep) if blocks.bits else 0
-    samples = 0 if keeps_all(keep) else stored.shape[0]
-    unpacks = unpack_launch(samples, kept, launch.layout[0], False, block, blocks.bits, device)
-    return ConvolutionLaunch(launch.layout, new, launch.new_cast is not None, launch.pack, unpacks, backend)
+    new_cast = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
+    return launch._replace(new_cast=new_cast)
 
 
 _launches = LaunchCache(_launch)
-
-
-def _dense_and_launch(
-    x: Tensor, parts: int, autocast: torch.dtype | None, blocks: Blocks, backend: Backend | None
-) -> tuple[Tensor, ConvolutionLaunch | None]:
-    """Return ``x`` without gaps, and its launches, or ``None`` if no kernel takes it."""
-    launch = _launches[(x.shape, x.stride(), x.dtype, x.device, is_aligned(x), parts, autocast, blocks, backend)]
-    dense = x if launch is not None else without_gaps(x)
-    if dense is not x:
-        key = x.shape, dense.stride(), x.dtype, x.device, is_aligned(dense), parts, autocast, blocks, backend
-        launch = _launches[key]
-    return dense, launch
 
 
 # === Functional form ==================================================================================================
@@ -296,11 +233,9 @@ def compressed_convolution(
 ) -> Tensor:
     """Convolve ``x``, a batch or one sample, and save it packed; to be called if ``compresses`` returns True."""
     check_input(x, weight)
-    if x.dim() == weight.dim() - 1:
-        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
-        return y.squeeze(0)
-    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
-    return made
+    is_sample = x.dim() == weight.dim() - 1
+    y: Tensor = _convolution(x.unsqueeze(0) if is_sample else x, weight, bias, windows, parts, blocks)
+    return y.squeeze(0) if is_sample else y
 
 
 def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:

@@ -46,11 +46,10 @@ from torch.compiler import is_compiling
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
+    TensorKey,
     applied,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     no_view,
     on_device_of,
@@ -187,10 +186,7 @@ def gate_eagerly(
 ) -> tuple[Tensor, Tensor]:
     """Return the results of ``gate``, by the kernel if it takes the inputs."""
     a, u = _side_by_side(a), _side_by_side(u)
-    launch = _forward_launches[
-        a.shape, a.stride(0), u.stride(0), a.dtype, u.dtype, dtype, a.device, is_aligned(a), is_aligned(u), function,
-        stored, forced_backend(),
-    ]  # fmt: skip
+    launch = _forward_launches.find((dtype, function, stored), a, u)
     if launch is None:
         return gate(a, u, function, stored, dtype)
     z, values = a.new_empty(a.shape, dtype=dtype), a.new_empty(stored.shape(*a.shape), dtype=torch.uint8)
@@ -204,10 +200,7 @@ def gate_grad_eagerly(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the results of ``gate_grad``, by the kernel if it takes the gradient."""
     grad = _side_by_side(grad)
-    launch = _backward_launches[
-        grad.shape, grad.stride(0), grad.dtype, of_a, of_u, grad.device, is_aligned(grad), is_aligned(values), stored,
-        layout, forced_backend(),
-    ]  # fmt: skip
+    launch = _backward_launches.find((of_a, of_u, stored, layout), grad, values)
     if launch is None:
         return gate_grad(grad, values, stored, layout, of_a, of_u)
     rows, length = grad.shape
@@ -272,45 +265,52 @@ def gate_grad(
 
 
 def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, Tensor]:
-    """Return p and q ``[R, L]`` in fp32."""
-    known, wide = ACTIVATIONS[function.function], a.float()
-    derivative = known.derivative(wide, *function.parameters)
-    if known.exact:
+    """Return p and q in fp32."""
+    activation, wide = ACTIVATIONS[function.function], a.float()
+    derivative = activation.derivative(wide, *function.parameters)
+    if activation.exact:
         low, high = function.bounds()
         derivative = torch.where(derivative, high, low)
-    return known.forward(wide, *function.parameters), u.float() * derivative
+    return activation.forward(wide, *function.parameters), u.float() * derivative
 
 
 # === Launches =========================================================================================================
 
 
 def _forward_launch(
-    shape: tuple[int, int], stride_a: int, stride_u: int, of_a: torch.dtype, of_u: torch.dtype, of_z: torch.dtype,
-    device: torch.device, aligned_a: bool, aligned_u: bool, function: StoredDerivative, stored: StoredFactors,
-    backend: str | None,
-) -> Launch | None:  # fmt: skip
-    """Return the launch for inputs or ``None``; types and alignment only select the compiled kernel that it caches."""
-    if not math.prod(shape) or choose_backend(shape, of_a, device, stored.block_size, 1) != "triton":
+    device: torch.device,
+    a: TensorKey,
+    u: TensorKey,
+    dtype: torch.dtype,
+    function: StoredDerivative,
+    stored: StoredFactors,
+) -> Launch | None:
+    (rows, length), (stride_a, _), of_a, _ = a
+    if not rows * length or choose_backend(a[0], of_a, device, stored.block_size, 1) == "reference":
         return None
     from lightning_actprune.kernels.gated import gate_launch
 
     constants = *function.function_constants(), *function.bounds(), function.exact()
     wanted = stored.for_a, stored.for_u
-    return gate_launch(shape, (stride_a, stride_u), constants, wanted, stored.block_size, stored.bits)
+    return gate_launch((rows, length), (stride_a, u[1][0]), constants, wanted, stored.block_size, stored.bits)
 
 
 def _backward_launch(
-    shape: tuple[int, int], stride: int, of_grad: torch.dtype, of_a: torch.dtype, of_u: torch.dtype,
-    device: torch.device, aligned_grad: bool, aligned_values: bool, stored: StoredFactors, layout: int,
-    backend: str | None,
-) -> Launch | None:  # fmt: skip
-    """Return the launch for a gradient or ``None``; types and alignment only select the kernel that it caches."""
-    if not math.prod(shape) or choose_backend(shape, of_grad, device, stored.block_size, 1) != "triton":
+    device: torch.device,
+    grad: TensorKey,
+    values: TensorKey,
+    of_a: torch.dtype,
+    of_u: torch.dtype,
+    stored: StoredFactors,
+    layout: int,
+) -> Launch | None:
+    (rows, length), (stride, _), of_grad, _ = grad
+    if not rows * length or choose_backend(grad[0], of_grad, device, stored.block_size, 1) == "reference":
         return None
     from lightning_actprune.kernels.gated import gate_grad_launch
 
-    strides = stride, shape[1] * (1 if layout == SEPARATE else 2)
-    return gate_grad_launch(shape, strides, (stored.for_a, stored.for_u), stored.block_size, stored.bits)
+    strides = stride, length * (1 if layout == SEPARATE else 2)
+    return gate_grad_launch((rows, length), strides, (stored.for_a, stored.for_u), stored.block_size, stored.bits)
 
 
 _forward_launches = LaunchCache(_forward_launch)
@@ -360,8 +360,8 @@ def gated(
         raise ValueError(
             f"`a` and `u` must have one shape, got {tuple(a.shape)} and {tuple(u.shape)}. HINT: expand one of them."
         )
-    given = [a] if u is None else [a, u]
-    if any(x.requires_grad for x in given) and all(map(may_compress, given)):
+    inputs = [a] if u is None else [a, u]
+    if any(x.requires_grad for x in inputs) and all(map(may_compress, inputs)):
         return gated_halves(a, stored, block_size) if u is None else gated_product(a, u, stored, block_size)
     first, second = a.chunk(2, -1) if u is None else (a, u)
     return ACTIVATIONS[function].forward(first, *stored.parameters) * second
@@ -502,16 +502,16 @@ class CompressedGatedMLP(CompressedGated):
     def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u`` by torch's operations, with marks for a compiler that packs the tensors of backward."""
         stored, _, widens = self._stored()
-        given = self._state.mark_input(a, trained=False).to(activated_dtype(a, stored, widens))
-        factor = ACTIVATIONS[stored.function].forward(given, *stored.parameters)
+        a_read = self._state.mark_input(a, trained=False).to(activated_dtype(a, stored, widens))
+        factor = ACTIVATIONS[stored.function].forward(a_read, *stored.parameters)
         product: Tensor = self._state.mark_input(factor, trained=False) * self._state.mark_input(u, trained=False)
         return product
 
     def _stored(self) -> tuple[StoredDerivative, int, bool | None]:
         function = getattr(self, self.replaced)
-        made = activation_class(type(function))
-        assert made is not None
-        return made.stored_by(function, self.bits), self.block_size, made.widened_by(function)
+        compressed = activation_class(type(function))
+        assert compressed is not None
+        return compressed.stored_by(function, self.bits), self.block_size, compressed.widened_by(function)
 
 
 class CompressedLlamaMLP(CompressedGatedMLP):

@@ -48,15 +48,14 @@ from lightning_actprune.codec.blocks import (
     stored_view,
 )
 from lightning_actprune.codec.dispatch import (
-    Backend,
     LaunchCache,
+    TensorKey,
     applied,
     as_dtype,
     autocast_dtype,
     cast_input,
     choose_backend,
     forced_backend,
-    is_aligned,
     may_compress,
     no_view,
     on_device_of,
@@ -98,21 +97,21 @@ class LinearFunction(torch.autograd.Function):
             weight = cast_as_autocast(weight, autocast)
             bias = None if bias is None else cast_as_autocast(bias, autocast)
 
-        output = None
+        output, settings = None, (parts, autocast, blocks)
         if eager:
-            settings, aligned = (parts, autocast, blocks, forced_backend()), is_aligned(x)
+            launch, backend = _input_launches.find(settings, x), forced_backend()
             with on_device_of(x):
                 output = find_output(x, parts, blocks, autocast or x.dtype) if reuses else None
                 if output is None:  # query, key and value projections share one pack
                     (x_read, x_rows), packed = get_or_pack(
                         x,
-                        settings,
-                        lambda: _cast_and_pack(x, *settings, aligned, True),
+                        (*settings, backend),
+                        lambda: _cast_and_pack(x, launch, *settings, True),
                         lambda: _cast(x, autocast, blocks),
                     )
         else:
-            (x_read, x_rows), packed = _cast_and_pack(x, parts, autocast, blocks, None, False, False)
-        if output is not None:  # the norm before the layer stores x
+            (x_read, x_rows), packed = _cast_and_pack(x, None, *settings, False)
+        if output is not None:  # the norm before keeps x
             tensors, ctx.layout = cast(tuple[Tensor, ...], output[0]), output[1]
             x_read = x_rows = _cast_to_rows(x, autocast)
         else:
@@ -165,22 +164,12 @@ _linear = applied(LinearFunction)
 
 
 def _cast_and_pack(
-    x: Tensor,
-    parts: int,
-    autocast: torch.dtype | None,
-    blocks: Blocks,
-    backend: Backend | None,
-    aligned: bool,
-    eager: bool,
+    x: Tensor, launch: InputLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
 ) -> tuple[tuple[Tensor, Tensor], Packed]:
     """Return ``x`` cast as by autocast, the same laid out for the product, and the packed input.
 
-    ``backend`` is the forced one, if any. Kernels may run only if ``eager``.
+    ``eager``: kernels may run.
     """
-    launch = None
-    if eager:
-        key = x.shape, x.stride(), x.dtype, x.device, aligned, parts, autocast, blocks, backend
-        launch = input_launches[key]
     if launch is not None and launch.new_cast is not None:
         x_read = launch.new_cast()
         return (x_read, x_read), Packed(launch.pack(x, x_read), *launch.layout)
@@ -265,9 +254,7 @@ def _as_rows(grad_output: Tensor) -> Tensor:
 def _column_sums(grad_rows: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
     """Return the sum of ``grad_rows [R, OUT]`` over its rows; if columns are contiguous, torch's own sum is fastest."""
     if eager and grad_rows.stride(1) == 1 and grad_rows.numel() > 0:
-        aligned, device = is_aligned(grad_rows), grad_rows.device
-        key = grad_rows.shape, grad_rows.stride(0), grad_rows.dtype, dtype, device, aligned, forced_backend()
-        launch = _sums_launches[key]
+        launch = _sums_launches.find((dtype,), grad_rows)
         if launch is not None:
             with on_device_of(grad_rows):
                 return launch(grad_rows)
@@ -310,42 +297,34 @@ class InputLaunch(NamedTuple):
     new_cast: Callable[[], Tensor] | None
 
 
-def _input_launch(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    parts: int,
-    autocast: torch.dtype | None,
-    blocks: Blocks,
-    backend: Backend | None,
+def input_launch(
+    device: torch.device, key: TensorKey, parts: int, autocast: torch.dtype | None, blocks: Blocks
 ) -> InputLaunch | None:
     """Return the launch for inputs of a layout, or ``None`` if no kernel takes them.
 
-    Without ``new_cast``, the kernels get ``cast_input(x, autocast, blocks.block_size)``. ``aligned`` only
-    selects the compiled kernels that the launch caches, and ``backend`` is the forced one, if any.
+    Unless there is a ``new_cast``, they get ``cast_input(x, autocast, blocks.block_size)``.
     """
-    block_size, scope, bits, selection = blocks
-    given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    x = cast_input(given, autocast, block_size)
-    stored, transposed = stored_view(x, block_size, scope)
+    (shape, strides, dtype, _), (block_size, scope, bits, selection) = key, blocks
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    x_read = cast_input(x, autocast, block_size)
+    stored, transposed = stored_view(x_read, block_size, scope)
     block, keep = block_and_keep(stored, block_size, parts, bits)
-    copied = not _shares_memory(stored, x)
+    copied = not _shares_memory(stored, x_read)
     if stored.numel() == 0 or kept_blocks(stored.shape, block, keep) > MAX_KEPT_BLOCKS or (copied and transposed):
         return None
-    if choose_backend(stored.shape, x.dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
+    if choose_backend(stored.shape, x_read.dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
         return None
     from lightning_actprune.kernels.pack import pack_launch
 
-    layout = stored_shape(x, transposed), transposed, block, bits
-    source = _castable(given, x, stored, transposed, block_size, scope)
+    layout = stored_shape(x_read, transposed), transposed, block, bits
+    source = _castable(x, x_read, stored, transposed, block_size, scope)
+    new_cast = dtype_of_cast = None
     if source is not None:
-        pack = pack_launch(_three(source.shape), _three(source.stride()), block, keep, device, x.dtype, bits, selection)
-        new_cast = functools.partial(torch.empty_strided, shape, x.stride(), dtype=x.dtype, device=device)
-        return InputLaunch(False, layout, pack, new_cast)
-    pack = pack_launch(_three(stored.shape), _three(stored.stride()), block, keep, device, None, bits, selection)
-    return InputLaunch(copied, layout, pack, None)
+        stored, dtype_of_cast = source, x_read.dtype
+        new_cast = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
+    sizes = _three(stored.shape), _three(stored.stride())
+    pack = pack_launch(*sizes, block, keep, device, dtype_of_cast, bits, selection)
+    return InputLaunch(copied, layout, pack, new_cast)
 
 
 def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
@@ -368,25 +347,16 @@ def _shares_memory(view: Tensor, x: Tensor) -> bool:
     return bool(view.untyped_storage()._cdata == x.untyped_storage()._cdata)
 
 
-input_launches = LaunchCache(_input_launch)
-"""Launches by layout of the input; convolutions look up theirs here too, as rows."""
+_input_launches = LaunchCache(input_launch)
 
 
-def _sums_launch(
-    shape: tuple[int, int],
-    stride: int,
-    source: torch.dtype,
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    backend: Backend | None,
-) -> Callable[[Tensor], Tensor] | None:
-    """Return a launch that sums rows, or ``None``; ``aligned`` only selects the compiled kernel that it caches."""
-    if choose_backend(shape, source, device, 1, 1) == "reference":
+def _sums_launch(device: torch.device, rows: TensorKey, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    (count, outputs), (stride, _), source, _ = rows
+    if choose_backend(rows[0], source, device, 1, 1) == "reference":
         return None
     from lightning_actprune.kernels.sums import column_sums_launch
 
-    return column_sums_launch(*shape, stride, source.itemsize, dtype, device)
+    return column_sums_launch(count, outputs, stride, source.itemsize, dtype, device)
 
 
 _sums_launches = LaunchCache(_sums_launch)

@@ -51,19 +51,18 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
-    Backend,
     LaunchCache,
+    TensorKey,
     applied,
     as_dtype,
     autocast_dtype,
     choose_backend,
-    forced_backend,
     in_plain_eager_mode,
-    is_aligned,
     may_compress,
     no_view,
     on_device_of,
     once_differentiable,
+    simulated_gpu,
 )
 from lightning_actprune.codec.pack_cache import remember_output
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
@@ -149,7 +148,7 @@ class NormFunction(torch.autograd.Function):
         """Return the exact output in ``dtype``, normalised over the last dimensions, of ``shape``."""
         # x and residual [..., *shape], read as rows [R, L]; weight and bias of L values
         eager = eager and (residual is None or in_plain_eager_mode(residual))
-        bound = _find_launch(x, weight, bias, residual, shape, setting, dtype) if eager else None
+        bound = _launches.find((shape, setting, dtype), x, weight, bias, residual) if eager else None
         ctx.launched, ctx.residual = bound is not None, None if residual is None else residual.dtype
         if bound is None:
             y, values, rstd, ctx.layout = _normalized(x, weight, bias, residual, shape, setting, dtype)
@@ -178,12 +177,11 @@ class NormFunction(torch.autograd.Function):
         values, rstd, weight = ctx.saved_tensors  # the bytes of x~, [R], L values
         of_weight, of_bias = layout.parameters
         wanted = of_weight if needs_weight else None, of_bias if needs_bias else None
-        if eager and ctx.launched and may_launch(grad_output):
-            of_grad = grad_output.stride(), grad_output.dtype, wanted, grad_output.device
-            starts = is_aligned(grad_output), is_aligned(values), rstd is None or is_aligned(rstd)
-            launch = _grad_launches[(layout, *of_grad, (*starts, weight is None or is_aligned(weight)))]
-            with on_device_of(grad_output):
-                return *launch(grad_output, values, rstd, weight), grad_residual
+        if eager and ctx.launched:
+            launch = _grad_launches.find((layout, wanted), grad_output, values, rstd, weight)
+            if launch is not None:
+                with on_device_of(grad_output):
+                    return *launch(grad_output, values, rstd, weight), grad_residual
         rows = grad_output.reshape(layout.rows)  # [R, L]
         sums = wanted[0] is not None, wanted[1] is not None
         arguments = values, rstd, flat_parameter(weight), layout.setting, layout.dtype, sums
@@ -329,62 +327,17 @@ def normalize_grad(
 # === Launches =========================================================================================================
 
 
-def may_launch(x: Tensor) -> bool:
-    """Return True if kernels may take ``x``, in plain eager mode; only then may its address be read.
-
-    Not every device has addresses, and reading one ends a lazy copy.
-    """
-    forced = forced_backend()
-    return x.is_cuda if forced is None else forced == "triton"
-
-
-def _find_launch(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    shape: tuple[int, ...],
-    setting: NormSetting,
-    dtype: torch.dtype,
-) -> tuple[NormLaunch, NormLayout] | None:
-    """Return the launch for these tensors and the layout, or ``None`` if the kernels do not take them."""
-    forced = forced_backend()
-    if not x.is_cuda if forced is None else forced != "triton":  # as ``may_launch``
-        return None
-    of_weight = of_bias = added = None
-    starts = [is_aligned(x)]
-    if weight is not None:
-        of_weight = weight.shape, weight.stride(), weight.dtype
-        starts.append(is_aligned(weight))
-    if bias is not None:
-        of_bias = bias.shape, bias.stride(), bias.dtype
-        starts.append(is_aligned(bias))
-    if residual is not None:
-        added = residual.dtype
-        starts.append(is_aligned(residual))
-    of_x = x.shape, x.stride(), x.dtype, x.device
-    return _launches[(*of_x, of_weight, of_bias, added, shape, setting, dtype, forced, tuple(starts))]
-
-
-_Given = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and type of a tensor."""
-
-
 def _norm_launch(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
-    weight: _Given | None,
-    bias: _Given | None,
-    residual: torch.dtype | None,
+    x: TensorKey,
+    weight: TensorKey | None,
+    bias: TensorKey | None,
+    residual: TensorKey | None,
     row_shape: tuple[int, ...],
     setting: NormSetting,
     output: torch.dtype,
-    forced: Backend | None,
-    starts: tuple[bool, ...],
 ) -> tuple[NormLaunch, NormLayout] | None:
-    """Return the launch for a layout or ``None``; types and ``starts`` also select the kernel that it caches."""
+    shape, strides, dtype, _ = x
     length = math.prod(row_shape)
     rows, setting = (math.prod(shape[: len(shape) - len(row_shape)]), length), setting.cut_to(length)
     blocks, columns = ceil_div(rows[0] * length, setting.block_size), ceil_div(length, setting.block_size)
@@ -398,30 +351,30 @@ def _norm_launch(
 
     if not kernels.takes_rows(length, setting.block_size):
         return None
-    present = *[given is not None for given in parameters], residual is not None
+    present = *[parameter is not None for parameter in parameters], residual is not None
     flags = *present, setting.centred, setting.rounded, setting.normed
     stored = setting.block_size, setting.bits
     launch = kernels.NormLaunch(
         shape, length, _row_stride(shape, rows, strides), flags, setting.eps, *stored, output, device
     )
-    of_weight, of_bias = (None if given is None else (given[0], given[2]) for given in parameters)
+    of_weight, of_bias = (None if p is None else (p[0], p[2]) for p in parameters)
     return launch, NormLayout(setting, shape, rows, dtype, (of_weight, of_bias))
 
 
 def _norm_grad_launch(
-    layout: NormLayout,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    wanted: tuple[Parameter | None, Parameter | None],
     device: torch.device,
-    starts: tuple[bool, ...],
+    grad_output: TensorKey,
+    values: TensorKey,
+    rstd: TensorKey | None,
+    weight: TensorKey | None,
+    layout: NormLayout,
+    wanted: tuple[Parameter | None, Parameter | None],
 ) -> NormGradLaunch:
-    """Return the launch for gradients of one kind; ``dtype`` and ``starts`` also select the kernel that it caches."""
     from lightning_actprune.kernels.norm import NormGradLaunch
 
     setting, shape, rows, of_x, parameters = layout
     flags = parameters[0] is not None, setting.centred, setting.normed
-    stride = _row_stride(shape, rows, strides)
+    stride = _row_stride(shape, rows, grad_output[1])
     return NormGradLaunch(shape, rows[1], stride, flags, setting.block_size, setting.bits, of_x, wanted, device)
 
 
@@ -430,10 +383,10 @@ _grad_launches = LaunchCache(_norm_grad_launch)
 
 
 def _row_stride(shape: tuple[int, ...], rows: tuple[int, int], strides: tuple[int, ...]) -> int | None:
-    """Return the stride of the rows of a tensor, or ``None`` if it has to be copied."""
-    given = torch.empty_strided(shape, strides, device="meta")
-    flat = given.reshape(rows)
-    shares = flat.untyped_storage()._cdata == given.untyped_storage()._cdata
+    """Return the stride of the rows of a tensor, ``None`` if it has to be copied."""
+    x = torch.empty_strided(shape, strides, device="meta")
+    flat = x.reshape(rows)
+    shares = flat.untyped_storage()._cdata == x.untyped_storage()._cdata
     return flat.stride(0) if shares and flat.stride(1) == 1 else None
 
 
@@ -467,9 +420,9 @@ def scaled(
         bits: Bits of a stored value.
     """
     dtype = x.dtype
-    for given in (weight, bias, residual):
-        if given is not None:
-            dtype = torch.promote_types(dtype, given.dtype)
+    for other in (weight, bias, residual):
+        if other is not None:
+            dtype = torch.promote_types(dtype, other.dtype)
     setting = NormSetting(False, False, 0.0, block_size, bits, normed=False, keeps_layout=True)
     y: Tensor = _norm(x, weight, bias, residual, (weight.numel(),), setting, dtype)
     return y
@@ -483,7 +436,8 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     dtype = x.dtype
     if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
         return dtype
-    return torch.float32 if autocast_computes_in_fp32(operator, x.device.type) else dtype
+    device = x.device.type if simulated_gpu() is None else "cuda"
+    return torch.float32 if autocast_computes_in_fp32(operator, device) else dtype
 
 
 # === Module classes ===================================================================================================
@@ -619,9 +573,9 @@ class Affine(nn.Module):
         self, features: int, bias: bool = True, *, scale: float = 1.0, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
-        made = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.full((features,), scale, **made))
-        self.bias = nn.Parameter(torch.zeros(features, **made)) if bias else None
+        factory = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.full((features,), scale, **factory))
+        self.bias = nn.Parameter(torch.zeros(features, **factory)) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input * weight + bias``: ``[..., features]``."""

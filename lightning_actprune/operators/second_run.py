@@ -24,7 +24,6 @@ times.
 
 from __future__ import annotations
 
-import functools
 import pickle
 import random
 import sys
@@ -366,14 +365,10 @@ def _is_written(module: nn.Module, name: str, before: dict[str, _Buffer]) -> boo
     return any(each.tensor is not None and each.tensor._version != each.version for each in counters)
 
 
-_count_modes = functools.partial(len_torch_dispatch_stack)
-"""The number of dispatch modes, under a name of its own: a simulation replaces the usual one to hide its own mode."""
-
-
 def _can_read_values() -> bool:
     """Return False in a simulation, which has no values, and while a CUDA graph is captured, which cannot wait."""
     is_capturing = torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
-    return not is_capturing and _count_modes() == 0
+    return not is_capturing and len_torch_dispatch_stack() == 0
 
 
 def _hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]]:

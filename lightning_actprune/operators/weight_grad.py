@@ -49,13 +49,11 @@ from torch import Tensor
 
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
-    Backend,
     LaunchCache,
+    TensorKey,
     as_dtype,
     choose_backend,
-    forced_backend,
     has_fp32_product,
-    is_aligned,
     on_device_of,
 )
 from lightning_actprune.codec.pack_cache import KeptOutput, OutputLayout
@@ -144,59 +142,42 @@ def force_method(method: Method | None) -> Iterator[None]:
         _forced = before
 
 
-class _Bound(NamedTuple):
-    """How the weight gradients of one layout are computed.
-
-    Args:
-        gather: Computes them from gradient, values, bitmap and offsets; ``None`` if the input is unpacked first.
-        matrix: Sizes of the unpacked input as the product reads it, or of its transpose.
-        unpack: Writes that from values, bitmap and offsets to a tensor; ``None`` if no kernel does.
-    """
-
-    gather: Callable[..., Tensor] | None
-    matrix: tuple[int, int]
-    unpack: Callable[..., None] | None
-
-
-def _bound(
-    grad_y: tuple[int, int],
-    stride: int,
-    kept: int,
-    positions: tuple[int, int],
+def _launch(
+    device: torch.device,
+    grad_y: TensorKey,
+    values: TensorKey,
+    bitmap: TensorKey,
+    offsets: TensorKey,
     shape: tuple[int, int, int],
     transposed: bool,
+    dtype: torch.dtype,
     block_size: int,
     bits: int,
-    read: torch.dtype,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
-    aligned: tuple[bool, ...],
     exact: bool,
     method: Method | None,
-    backend: Backend | None,
-) -> _Bound:
-    """Return the method and launch for gradients of a layout; ``aligned`` only selects the kernel that is cached."""
-    batch, rows, length = shape
-    matrix = (rows, batch * length) if transposed else (batch * rows, length)
-    source, target = dtypes
-    stored = kept, block_size
-    if not kept or choose_backend(stored, source, device, block_size, ceil_div(length, block_size)) == "reference":
-        return _Bound(None, matrix, None)
-    # Without bitmap and offsets all blocks are stored, and gathering all of them is slower than the dense product.
-    if not (transposed or positions[1] == 0 or block_size > MAX_GATHER_BLOCK) and (
-        method == "gather" or (method is None and gather_is_faster(grad_y, stored, length, source.itemsize, exact))
+) -> tuple[Callable[..., Tensor] | None, Callable[..., None] | None] | None:
+    """Return what computes the gradients of a layout from kept blocks, or else what unpacks the input."""
+    ((rows, outputs), strides, source, _), (samples, words), stored = grad_y, bitmap[0], (values[0][0], block_size)
+    length = shape[2]
+    if not stored[0] or choose_backend(stored, source, device, block_size, ceil_div(length, block_size)) == "reference":
+        return None
+    # Without positions all blocks are there, which gathering only takes longer to multiply.
+    if not (transposed or words == 0 or block_size > MAX_GATHER_BLOCK) and (
+        method == "gather"
+        or (method is None and gather_is_faster((rows, outputs), stored, length, source.itemsize, exact))
     ):
         from lightning_actprune.kernels.linear import Shape, weight_grad_launch
 
-        sizes = grad_y[1], stride, positions[0], grad_y[0], length, kept, block_size, source.itemsize, bits
-        return _Bound(weight_grad_launch(Shape(*sizes), target, device), matrix, None)
+        stride = strides[0] if strides[1] == 1 else outputs  # of rows, or of those of a copy
+        sizes = outputs, stride, samples, rows, length, *stored, source.itemsize, bits
+        return weight_grad_launch(Shape(*sizes), dtype, device), None
     from lightning_actprune.kernels.unpack import unpack_launch
 
-    samples, counted = positions[0] if positions[1] else 0, kept if bits else 0
-    return _Bound(None, matrix, unpack_launch(samples, counted, shape, transposed, block_size, bits, device))
+    counts = samples if words else 0, stored[0] if bits else 0
+    return None, unpack_launch(*counts, shape, transposed, block_size, bits, device)
 
 
-_launches = LaunchCache(_bound)
+_launches = LaunchCache(_launch)
 
 
 def weight_grad(
@@ -227,27 +208,23 @@ def weight_grad(
         block_size: Values per block, at most the length of a row.
         bits: Bits of a stored value, dequantized to the type of ``grad_y``; 0 if values are not quantized.
     """
-    read = grad_y.dtype if bits else values.dtype
-    shape = batch, rows, length
-    aligned = is_aligned(grad_y), is_aligned(values), is_aligned(bitmap), is_aligned(offsets)
-    stored = values.shape[0], bitmap.shape, shape, transposed, block_size, bits, read
+    packed, shape = (values, bitmap, offsets), (batch, rows, length)
     exact = grad_y.dtype != torch.float32 or fp32_is_exact()
-    chosen = (grad_y.dtype, dtype), values.device, aligned, exact, _forced, forced_backend()
-    stride = grad_y.stride(0) if grad_y.stride(1) == 1 else grad_y.shape[1]  # stride of rows, or of rows of a copy
-    bound = _launches[(grad_y.shape, stride, *stored, *chosen)]
-    if bound.gather is not None:
-        rows_of_grad = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
+    settings = shape, transposed, dtype, block_size, bits, exact, _forced
+    gather, write = _launches.find(settings, grad_y, *packed) or (None, None)
+    if gather is not None:
         with on_device_of(values):
-            return bound.gather(rows_of_grad, values, bitmap, offsets)
-    if bound.unpack is not None:
-        dense = values.new_empty(bound.matrix, dtype=read)
-        with on_device_of(values):
-            bound.unpack(values, bitmap, offsets, dense)
+            return gather(grad_y if grad_y.stride(1) == 1 else grad_y.contiguous(), *packed)
+    read = grad_y.dtype if bits else values.dtype
+    if write is None:
+        dense = unpack_batch(packed, shape, transposed, block_size, bits, read)
     else:
-        dense = unpack_batch((values, bitmap, offsets), shape, transposed, block_size, bits, read).view(bound.matrix)
+        dense = values.new_empty((rows, batch, length) if transposed else shape, dtype=read)
+        with on_device_of(values):
+            write(*packed, dense)
     if transposed:  # the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN]
-        dense = dense.t()
-    return dense_weight_grad(grad_y, dense, dtype)
+        return dense_weight_grad(grad_y, dense.view(rows, batch * length).t(), dtype)
+    return dense_weight_grad(grad_y, dense.view(batch * rows, length), dtype)
 
 
 def dense_weight_grad(grad_y: Tensor, dense: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +31,6 @@ from lightning_actprune.analysis.estimate import METHODS, EstimateRow, estimate
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.analysis.simulate_step import compute_loss, simulate
-from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import ConversionReport
@@ -137,23 +138,34 @@ def test_attention_keeps_no_scores(masked: bool, dropout: float, precision: str)
     assert 4 * size <= kept < 4 * size + scores  # query, key, value and result, the input's 16-bit copy, sums of rows
 
 
-def test_nothing_of_the_model_changes_and_real_steps_run_as_before():
+def test_nothing_of_the_model_changes_and_other_threads_compute_as_usual():
     model, batch = blocks(), batch_for((256, 32))
     model.append(nn.BatchNorm1d(4))
     model.eval()
     real = blocks()
     convert(real, "max")
-    first = compute_loss(real, batch)
-    chosen = dispatch.choose_backend
-    simulate(model, batch, lambda m: convert(m, "max"))
+    query = torch.randn(3, 1, 2, 8, 4)
+
+    def compute() -> list[Tensor]:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            softmax = F.softmax(torch.ones(2, 2, dtype=torch.bfloat16), -1)
+        loss = compute_loss(real, batch)
+        gradients = torch.autograd.grad(loss, list(real.parameters()))
+        attended = F.scaled_dot_product_attention(*query, dropout_p=0.5)
+        return [softmax, loss, *gradients, attended, F.dropout(query), copy.deepcopy(query)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        threads.append(executor.submit(compute).result())
+        return compute_loss(model, batch)
+
+    before, threads = compute(), []
+    with ThreadPoolExecutor(1) as executor:
+        simulate(model, batch, lambda m: convert(m, "max"), loss=loss)
     assert not any(module.training for module in model.modules())  # what else stays, tests of budgets compare
-    assert dispatch.choose_backend is chosen
-    with torch.autocast("cpu", torch.bfloat16):  # the rules are those of CPUs again
-        assert F.softmax(torch.ones(2, 2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16
-    second = compute_loss(real, batch)
-    second.backward()
-    assert torch.equal(first, second)
-    assert all(parameter.grad.isfinite().all() for parameter in real.parameters())
+    assert before[0].dtype == torch.bfloat16
+    for values in (*threads, compute()):  # the rules of autocast are those of CPUs
+        torch.testing.assert_close(values, before, rtol=0, atol=0)
 
 
 class Routed(Linear):

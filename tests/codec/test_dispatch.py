@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 from lightning_actprune.codec import private
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
+    Machine,
+    SimulatedGPU,
+    act_as,
     applied,
     as_operator,
     choose_backend,
@@ -20,7 +23,6 @@ from lightning_actprune.codec.dispatch import (
     forced_backend,
     in_operator,
     in_plain_eager_mode,
-    is_aligned,
     kernel_refusals,
     may_keep_memory,
     no_view,
@@ -31,16 +33,27 @@ from lightning_actprune.codec.private import look_up, refusal, require
 CPU = torch.device("cpu")
 
 
-def test_a_launch_is_made_once_for_each_key_and_a_full_cache_is_emptied():
-    made = []
-    cache = LaunchCache(lambda *key: made.append(key) or (len(made) if key[0] < 5 else None), limit=3)
-    assert [cache[0, "a"], cache[0, "a"], cache[0, "b"], cache[7, "a"], cache[7, "a"]] == [1, 1, 2, None, None]
-    assert made == [(0, "a"), (0, "b"), (7, "a")]  # "not for the kernels" is kept too
-    assert cache[1, "a"] == 4
-    assert list(cache) == [(1, "a")]
-    assert cache[0, "a"] == 5
-    cache, x = LaunchCache(lambda *key: object()), torch.zeros(3, 4)
-    assert cache[x.shape, x.stride(), x.dtype, x.device] is cache[(3, 4), (4, 1), torch.float32, CPU]
+def test_a_launch_is_made_once_for_each_layout_and_a_full_cache_is_emptied():
+    made, x = [], torch.zeros(3, 4)
+    cache = LaunchCache(lambda *key: made.append(key) or (len(made) if key[-1] < 5 else None), limit=3)
+    with force_backend("reference"):
+        assert cache.find((0,), x) is None  # where no kernel can run nothing is made
+    assert cache.find((0,), x) is None
+    with force_backend("triton"):
+        tensors = x, x.clone(), x[:, 0], x[1:, 1:], None
+        keys = [
+            (torch.Size((3, 4)), (4, 1), torch.float32, True),
+            (torch.Size((3, 4)), (4, 1), torch.float32, True),
+            (torch.Size((3,)), (4,), torch.float32, True),
+            (torch.Size((2, 3)), (4, 1), torch.float32, False),
+            None,
+        ]
+        assert [cache.find((0,), *tensors), cache.find((0,), *tensors), cache.find((1,), x)] == [1, 1, 2]
+        assert [cache.find((7,), x), cache.find((7,), x)] == [None, None]  # "not for the kernels" is stored, too
+        assert made == [(CPU, *keys, 0), (CPU, keys[0], 1), (CPU, keys[0], 7)]
+        with act_as(SimulatedGPU(Machine(1, 1, 9))):
+            assert [cache.find((1,), x), cache.find((1,), x)] == [4, 4]  # nobody else meets its launches
+        assert [len(cache), cache.find((2,), x), len(cache), cache.find((0,), *tensors)] == [3, 5, 1, 6]
 
 
 def test_the_choice_can_be_forced_and_the_kernels_refuse_with_reasons():
@@ -49,11 +62,8 @@ def test_the_choice_can_be_forced_and_the_kernels_refuse_with_reasons():
     refusals = kernel_refusals(torch.float64, CPU, 2048, 10**6)
     for reason, value in zip(refusals, ("float64", "2048", "1000000"), strict=False):
         assert value in reason
-    x = torch.zeros(9)
-    assert is_aligned(x[1:])  # alignment matters only where kernels may run
     with force_backend("triton"):
         assert forced_backend() == "triton"
-        assert [is_aligned(x), is_aligned(x[1:])] == [True, False]
         with pytest.raises(RuntimeError, match="HINT"):
             choose_backend(wide.shape, wide.dtype, CPU, 8, 1)
         with force_backend("reference"):

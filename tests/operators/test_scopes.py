@@ -67,7 +67,7 @@ def test_scopes_in_scopes():
         with SavedTensorCompression(model, min_values=256):  # a second one of the same module
             for _ in range(3):
                 gradients(model, activation())
-                assert dispatch._open.hooks == []
+                assert dispatch._thread.hooks == []
                 assert top_hooks() is None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.analysis import first_batch, recorder
+from lightning_actprune.codec.dispatch import simulated_gpu
 from lightning_actprune.compiled.decision_log import open_logs
 from lightning_actprune.operators.attention import watchers
 
@@ -104,5 +105,6 @@ def assert_nothing_open() -> None:
     assert [context._users for context in shared] == [0, 0, 0]
     assert recorder._open.recorders == recorder.unpack_listeners == watchers == []
     assert not first_batch._dense_for_now
+    assert simulated_gpu() is None
     assert open_logs() == ()
     assert torch.is_grad_enabled()
