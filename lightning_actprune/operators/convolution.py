@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -34,12 +35,15 @@ from lightning_actprune.codec.blocks import (
     Blocks,
     block_and_keep,
     ceil_div,
+    keeps_all,
     stored_shape,
     stored_view,
 )
 from lightning_actprune.codec.dispatch import (
     MAX_COLUMNS,
+    Backend,
     LaunchCache,
+    SimulatedGPU,
     TensorKey,
     applied,
     as_dtype,
@@ -50,10 +54,10 @@ from lightning_actprune.codec.dispatch import (
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.pack_cache import get_or_pack
-from lightning_actprune.codec.packed import Packed, pack, traced_pack
+from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.operators.linear import InputLaunch, check_input, compresses, input_launch
+from lightning_actprune.operators.linear import check_input, compresses, input_launch
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -111,9 +115,10 @@ class ConvolutionFunction(torch.autograd.Function):
                 lambda: _cast(dense, autocast),
             )
         else:
+            launch = None
             x_read, packed = _cast_and_pack(without_gaps(x), None, parts, autocast, blocks, False)
         tensors, *ctx.layout = packed
-        ctx.read = x_read.shape, x_read.stride(), x_read.dtype
+        ctx.launch, ctx.read = launch, (x_read.shape, x_read.stride(), x_read.dtype)
         ctx.save_for_backward(weight, *tensors)
         if autocast is not None:
             weight = cast_as_autocast(weight, autocast)
@@ -129,7 +134,10 @@ class ConvolutionFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         shape, strides, dtype = ctx.read
         # x_hat [N, C, *spatial], laid out as the convolution read it
-        x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
+        if eager and ctx.launch is not None and ctx.launch.can_unpack(*tensors):
+            x_hat = ctx.launch.unpacked(tensors)
+        else:
+            x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
         stride, padding, dilation, groups = ctx.windows
         moves = stride, padding, dilation, False, (0,) * len(stride), groups
         grads = _convolution_backward(grad_output, x_hat, as_dtype(weight, dtype), ctx.bias_sizes, *moves, needed)
@@ -142,24 +150,28 @@ _convolution = applied(ConvolutionFunction)
 
 
 def _cast_and_pack(
-    x: Tensor, launch: InputLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
+    x: Tensor, launch: ConvolutionLaunch | None, parts: int, autocast: torch.dtype | None, blocks: Blocks, eager: bool
 ) -> tuple[Tensor, Packed]:
     """Return ``x``, which has no gaps, cast as by autocast, and the packed input."""
     if launch is not None:
-        x_read = _cast(x, autocast) if launch.new_cast is None else launch.new_cast()
+        x_read = launch.new() if launch.casts else _cast(x, autocast)
         with on_device_of(x):
-            tensors = launch.pack(x_read) if launch.new_cast is None else launch.pack(x, x_read)
+            tensors = launch.pack(x, x_read) if launch.casts else launch.pack(x_read)
         return x_read, Packed(tensors, *launch.layout)
     x_read = _cast(x, autocast)
-    rows = rows_of(x_read, blocks.block_size, blocks.scope)
-    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)  # [samples, rows, length]
-    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
+    stored, block, keep = _stored(x_read, parts, blocks)
     packed = (pack if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
     return x_read, Packed(packed, stored_shape(stored, False), False, block, blocks.bits)
 
 
 def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
     return x if autocast is None else cast_as_autocast(x, autocast)
+
+
+def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, int]:
+    """Return what is packed, ``[samples, rows, length]``, the block cut to a row, and the blocks kept per sample."""
+    stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
+    return stored, *block_and_keep(stored, blocks.block_size, parts, blocks.bits)
 
 
 # === Rows, in the order of memory =====================================================================================
@@ -200,12 +212,44 @@ def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
-# === Launches: how kernels pack inputs of one layout ==================================================================
+# === Launches: how kernels pack and unpack inputs of one layout =======================================================
+
+
+class ConvolutionLaunch(NamedTuple):
+    """What forward and backward do with inputs of one layout, which have no gaps.
+
+    Args:
+        layout: Shape, transposition, block and bits of ``Packed``.
+        new: Returns memory laid out as what the convolution reads.
+        casts: Whether ``pack`` writes what the convolution reads, cast from the input, to such memory.
+        pack: Packs.
+        unpack: Writes the packed input to such memory.
+        backend: What has decided on kernels (``forced_backend``).
+    """
+
+    layout: tuple[tuple[int, int, int], bool, int, int]
+    new: Callable[[], Tensor]
+    casts: bool
+    pack: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    unpack: Callable[..., None]
+    backend: Backend | SimulatedGPU | None
+
+    def can_unpack(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
+        """Return whether ``unpack`` reads what was saved: hooks may have put it where it is not aligned."""
+        aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
+        return aligned and self.backend is forced_backend()
+
+    def unpacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the packed input as it was read."""
+        x_hat = self.new()
+        with on_device_of(x_hat):
+            self.unpack(*tensors, x_hat)
+        return x_hat
 
 
 def _launch(
     device: torch.device, key: TensorKey, parts: int, autocast: torch.dtype | None, blocks: Blocks
-) -> InputLaunch | None:
+) -> ConvolutionLaunch | None:
     """Return what is done with inputs of a layout, ``None`` if it has gaps, or if packing it is not for the kernels."""
     shape, strides, dtype, aligned = key
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -215,11 +259,15 @@ def _launch(
     launch = input_launch(device, (rows.shape, rows.stride(), dtype, aligned), parts, autocast, blocks)
     if launch is None or launch.copied:
         return None
-    if launch.new_cast is None:
-        return launch
+    from lightning_actprune.kernels.unpack import unpack_launch
+
     x_read = _cast(x, autocast)
-    new_cast = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
-    return launch._replace(new_cast=new_cast)
+    stored, block, keep = _stored(x, parts, blocks)
+    new = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
+    kept = kept_blocks(stored.shape, block, keep) if blocks.bits else 0
+    samples = 0 if keeps_all(keep) else stored.shape[0]
+    unpacks = unpack_launch(samples, kept, launch.layout[0], False, block, blocks.bits, device)
+    return ConvolutionLaunch(launch.layout, new, launch.new_cast is not None, launch.pack, unpacks, forced_backend())
 
 
 _launches = LaunchCache(_launch)
@@ -233,9 +281,11 @@ def compressed_convolution(
 ) -> Tensor:
     """Convolve ``x``, a batch or one sample, and save it packed; to be called if ``compresses`` returns True."""
     check_input(x, weight)
-    is_sample = x.dim() == weight.dim() - 1
-    y: Tensor = _convolution(x.unsqueeze(0) if is_sample else x, weight, bias, windows, parts, blocks)
-    return y.squeeze(0) if is_sample else y
+    if x.dim() == weight.dim() - 1:
+        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
+        return y.squeeze(0)
+    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
+    return made
 
 
 def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
