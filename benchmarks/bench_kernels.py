@@ -48,9 +48,9 @@ NORMS += [("rms_norm", 8192, 4096, "bfloat16")]
 ATTENTION = [("ViT-B/16", 8, 12, 197, 64, False), ("GPT-2", 2, 12, 1024, 64, True)]
 """Name, samples, heads, tokens, channels of a head, whether causal."""
 LOGIT_STDS = (1.0, 3.0, 8.0)
-STORED = [("int8", ("query", "key", "value", "attended"))]
-STORED += [("int4", stored) for stored in (("query", "key"), ("value",), ("attended",))]
-STORED += [("int3", ("value",)), ("int3", ("attended",))]
+STORED = [("int8", ("query", "key", "value", "attention_out"))]
+STORED += [("int4", stored) for stored in (("query", "key"), ("value",), ("attention_out",))]
+STORED += [("int3", ("value",)), ("int3", ("attention_out",))]
 BITS = {"same": None, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 Tensors = list[Tensor]
 Pairs = list[tuple[Tensor, Tensor]]
@@ -187,7 +187,7 @@ def activations(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[],
 
 
 def _activation(pairs: Callable[[], list[Tensors]], function: str, value_format: str) -> Record:
-    rule = None if value_format == "dense" else Keep(bits=BITS[value_format], fine_rows=0)
+    rule = None if value_format == "dense" else Keep(bits=BITS[value_format], min_rows_for_low_bits=0)
     layer = type(ACTIVATIONS[function])(**({"approximate": "tanh"} if function == "gelu_tanh" else {}))
     figures = layer_figures(layer, pairs(), rule)
     return {**figures, "kept_bytes": round(figures["kept_bytes"] / pairs()[0][0].numel(), 4)}
@@ -204,7 +204,7 @@ def norms(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[], Recor
 
 def _norm(operator: str, shape: tuple[int, int], dtype: str, value_format: str) -> Record:
     layer = nn.LayerNorm(shape[1]) if operator == "layer_norm" else nn.RMSNorm(shape[1])
-    rule = None if value_format == "dense" else Keep(bits=BITS[value_format], fine_rows=0)
+    rule = None if value_format == "dense" else Keep(bits=BITS[value_format], min_rows_for_low_bits=0)
     return layer_figures(layer, rotated(shape, shape, dtype=dtype), rule)
 
 

@@ -67,12 +67,12 @@ WAITING = 0.6
 
 def keep_of(options: Sequence[str]) -> Keep:
     """Parse the options of one operator in a setting."""
-    given: dict[str, Any] = {"bits": None, "sparsity": 0.0, "max_dropped_energy": 1.0, "fine_rows": 0}
+    given: dict[str, Any] = {"bits": None, "sparsity": 0.0, "max_dropped_energy": 1.0, "min_rows_for_low_bits": 0}
     for option in options:
         if option in ("swap", "unbiased"):
             given["selection"] = option
         elif option == "token":
-            given["scope"] = option
+            given["topk_over"] = option
         elif option.isdigit():
             given["bits"] = int(option)
         else:

@@ -146,7 +146,7 @@ class Training:
             assert saved is not None
             saved.min_values = MIN_VALUES
             for layer in filter(is_converted, self.model.modules()):
-                layer._state = replace(layer._state, keep=replace(layer.keep, fine_rows=0))
+                layer._state = replace(layer._state, keep=replace(layer.keep, min_rows_for_low_bits=0))
             self.begin()
             retention = RetentionProbe(self.model, self.sample.inputs())
             energy = EnergyProbe(self.model, eagerly=True)

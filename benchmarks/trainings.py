@@ -137,7 +137,7 @@ def checked(setting: str) -> str:
 
 def keep_of(bits: str | None, **options: Any) -> Keep:
     """Return what to keep with `bits` as a setting writes them."""
-    return Keep(None if bits in (None, "16") else int(bits), fine_rows=0, **options)
+    return Keep(None if bits in (None, "16") else int(bits), min_rows_for_low_bits=0, **options)
 
 
 def compress(model: nn.Module, setting: str, batch: Batch, precision: str) -> list[str]:

@@ -62,10 +62,10 @@ from typing_extensions import TypedDict
 
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity, sparsity_at
 
-Scope = Literal["sample", "token"]
+TopkOver = Literal["sample", "token"]
 Selection = Literal["largest", "swap", "unbiased"]
 Operator = Literal[
-    "linear", "convolution", "activation", "norm", "affine", "scale", "saved", "query", "key", "value", "attended"
+    "linear", "convolution", "activation", "norm", "affine", "scale", "saved", "query", "key", "value", "attention_out"
 ]
 PresetName = Literal["paper", "balanced", "max", "recompute"]
 _Class = TypeVar("_Class")
@@ -80,7 +80,7 @@ MIN_FEATURES = 64
 """Fewest input features of a linear layer that presets cover; a rule covers smaller layers too. Launches dominate the
 time of packing, which is about the same for 16 as for 256 features, so each MiB saved costs 2.7 ms of eager step time
 at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; ``benchmarks/tune.py features``)."""
-SAVED: tuple[Operator, ...] = "saved", "query", "key", "value", "attended"
+SAVED: tuple[Operator, ...] = "saved", "query", "key", "value", "attention_out"
 """Tensors that operations outside of supported layers save. The last four are the inputs and the result of fused
 attention, which are kept as ``saved`` says unless a preset or a rule names them."""
 TYPE = "type:"
@@ -175,10 +175,10 @@ class KeepArguments(TypedDict, total=False):
     bits: int | None
     sparsity: float | SparsitySchedule
     block_size: int
-    scope: Scope
+    topk_over: TopkOver
     selection: Selection
     max_dropped_energy: float
-    fine_rows: int
+    min_rows_for_low_bits: int
 
 
 KEEP_FIELDS = tuple(KeepArguments.__annotations__)
@@ -213,13 +213,13 @@ class Keep:
             matches only such layers is an error.
         block_size: Consecutive values of a row that form a block: positive, and at least 8 with ``bits``. A block that
             is larger than a row is cut to the row.
-        scope: Which blocks compete to be kept: ``"sample"``, all blocks of a sample, or ``"token"``, those of one row.
+        topk_over: Which blocks compete to be kept: ``"sample"``, all blocks of a sample; ``"token"``, those of a row.
         selection: Which blocks are kept. ``"largest"`` keeps those of the largest norm, as in the paper. ``"swap"`` and
             ``"unbiased"`` choose at random (``codec.blocks``). No effect at sparsity 0.
         max_dropped_energy: Largest share of the energy (sum of squares) of a layer's input that its dropped blocks may
             hold in the first batch of a fit, in [0, 1]. A layer that exceeds it drops nothing; no layer exceeds 1.
-        fine_rows: Rows, such as tokens, below which the input of a linear layer is kept in 8 bits and drops no blocks,
-            since errors of so few rows do not cancel. No effect without ``bits``, or with 8.
+        min_rows_for_low_bits: Inputs of linear layers with fewer rows, such as tokens, are kept in 8 bits and drop no
+            blocks, since errors of few rows do not cancel. No effect without ``bits``, or with 8.
         explicit: Names of arguments that count as passed even if they have their default value. By default, the names
             of all arguments that were passed.
 
@@ -237,10 +237,10 @@ class Keep:
     bits: int | None = None
     sparsity: float | SparsitySchedule = 0.0
     block_size: int = 32
-    scope: Scope = "sample"
+    topk_over: TopkOver = "sample"
     selection: Selection = "largest"
     max_dropped_energy: float = 1.0
-    fine_rows: int = 0
+    min_rows_for_low_bits: int = 0
     explicit: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class Keep:
             object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
         object.__setattr__(self, "block_size", check_block_size(self.block_size, self.bits))
         hint = '"sample" lets all blocks of a sample compete (the paper), "token" those of a row, for long sequences.'
-        _check_choice(self.scope, "scope", Scope, hint)
+        _check_choice(self.topk_over, "topk_over", TopkOver, hint)
         hint = (
             '"largest" keeps the blocks of the largest norm (the paper), "swap" lets those near the threshold change '
             'places at random, "unbiased" draws blocks at random and scales them up, so that their mean is the input.'
@@ -259,7 +259,9 @@ class Keep:
         _check_choice(self.selection, "selection", Selection, hint)
         object.__setattr__(self, "max_dropped_energy", check_share(self.max_dropped_energy, "max_dropped_energy"))
         hint = "rows of a linear layer's input, such as 1024; 0 treats all inputs the same."
-        object.__setattr__(self, "fine_rows", check_count(self.fine_rows, "fine_rows", hint))
+        object.__setattr__(
+            self, "min_rows_for_low_bits", check_count(self.min_rows_for_low_bits, "min_rows_for_low_bits", hint)
+        )
 
     def __repr__(self) -> str:
         return f"Keep({', '.join(f'{name}={value!r}' for name, value in self.named.items())})"
@@ -321,7 +323,7 @@ FINE_ROWS = 1024
 PRESETS: dict[PresetName, dict[Operator, Keep]] = {
     "paper": {"linear": Keep(sparsity=0.6)},
     "balanced": {
-        "linear": Keep(bits=4, fine_rows=FINE_ROWS),
+        "linear": Keep(bits=4, min_rows_for_low_bits=FINE_ROWS),
         "convolution": Keep(bits=4),
         "activation": Keep(bits=4),
         "norm": Keep(bits=4),
@@ -330,7 +332,7 @@ PRESETS: dict[PresetName, dict[Operator, Keep]] = {
         "saved": Keep(bits=8),
     },
     "max": {
-        "linear": Keep(bits=2, max_dropped_energy=0.2, fine_rows=FINE_ROWS),
+        "linear": Keep(bits=2, max_dropped_energy=0.2, min_rows_for_low_bits=FINE_ROWS),
         "convolution": Keep(bits=3, max_dropped_energy=0.2),
         "activation": Keep(bits=3),
         "norm": Keep(bits=4),
@@ -456,7 +458,7 @@ class Config:
         """Return the reason why a layer stays dense, for which ``keep_of`` returns ``None``."""
         pattern = self.rule_of(fqns, operator)
         if pattern is None:
-            return f"preset {self.preset!r} covers {listed(self._base)} only"
+            return f"preset {self.preset!r} covers {join_names(self._base)} only"
         return f"the rule {pattern!r} keeps it dense"
 
     @property
@@ -516,7 +518,7 @@ class Config:
             names = [fqns[0] for fqns, _ in layers]
             raise ValueError(
                 f"`rules` pattern {pattern!r} matches no layer{suggest(pattern, names)} HINT: a pattern matches the "
-                f"whole name, or is 'type:' and an operator; the layers are: {shortened(names)}."
+                f"whole name, or is 'type:' and an operator; the layers are: {shorten(names)}."
             )
 
     @property
@@ -543,12 +545,12 @@ def matches(fqns: Iterable[str], pattern: str) -> bool:
     return any(fnmatchcase(fqn, pattern) for fqn in fqns)
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Return ``'a', 'b' and 'c'``."""
     return " and ".join(", ".join(map(repr, names)).rsplit(", ", 1))
 
 
-def shortened(names: Sequence[str], most: int = 8) -> str:
+def shorten(names: Sequence[str], most: int = 8) -> str:
     """Return the first ``most`` names, and how many there are if these are not all."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
@@ -576,7 +578,7 @@ def check_rules(value: Any) -> dict[str, Keep | Recompute | PresetName | None]:
         if pattern.startswith(TYPE) and operator not in get_args(Operator):
             raise ValueError(
                 f"`rules` pattern {pattern!r} names no operator{suggest(operator, get_args(Operator))} HINT: the "
-                f"operators are {listed(get_args(Operator))}."
+                f"operators are {join_names(get_args(Operator))}."
             )
     rules = {pattern: _check_rule(rule, f"rules[{pattern!r}]", example) for pattern, rule in value.items()}
     for pattern, rule in rules.items():
@@ -614,7 +616,7 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
             return value  # type: ignore[return-value]
         names = ("dense", *get_args(PresetName))
         raise ValueError(
-            f"`{name}` must be one of {listed(names)}, got {value!r}{suggest(value, names)} HINT: {example}"
+            f"`{name}` must be one of {join_names(names)}, got {value!r}{suggest(value, names)} HINT: {example}"
         )
     if isinstance(value, Mapping) and list(value) == ["recompute"]:
         try:
@@ -625,8 +627,8 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
         unknown = next((key for key in value if key not in KEEP_FIELDS), None) if isinstance(value, Mapping) else None
         near = "." if unknown is None else f": {unknown!r} is none of them{suggest(unknown, KEEP_FIELDS)}"
         raise TypeError(
-            f"`{name}` must be a Keep, a mapping of some of {listed(KEEP_FIELDS)}, the name of a preset, 'dense' or "
-            f"None, got {value!r}{near} HINT: {example}"
+            f"`{name}` must be a Keep, a mapping of some of {join_names(KEEP_FIELDS)}, the name of a preset, 'dense' "
+            f"or None, got {value!r}{near} HINT: {example}"
         )
     try:
         return Keep(**value)
@@ -638,8 +640,8 @@ def check_preset(value: Any) -> PresetName | None:
     """Return ``value`` if it is the name of a preset or ``None``, else raise ``ValueError``."""
     if value is not None and (not isinstance(value, str) or value not in PRESETS):
         raise ValueError(
-            f"`preset` must be one of {listed(PRESETS)} or None, got {value!r}{suggest(value, PRESETS)} HINT: 'paper' "
-            "drops blocks as in the paper, 'balanced' quantizes to 4 bits, 'max' saves most without running anything "
-            "again, 'recompute' runs blocks again in backward. A sparsity is another argument, `sparsity=0.6`."
+            f"`preset` must be one of {join_names(PRESETS)} or None, got {value!r}{suggest(value, PRESETS)} HINT: "
+            "'paper' drops blocks as in the paper, 'balanced' quantizes to 4 bits, 'max' saves most without running "
+            "anything again, 'recompute' runs blocks again in backward. A sparsity is another argument, `sparsity=0.6`."
         )
     return value

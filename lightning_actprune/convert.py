@@ -47,13 +47,13 @@ from lightning_actprune.operators.recompute import RecomputedModule, RecomputeSt
 from lightning_actprune.operators.registry import (
     LEFT_DENSE,
     ROOT,
-    compressed_class,
     enter_in_tables,
-    known_class,
+    find_compressed_class,
+    find_known_class,
     layers,
+    make_recomputed_class,
     operator_of,
     plain_name,
-    recomputed_class,
     weights_of,
 )
 from lightning_actprune.operators.saved import SavedTensorCompression
@@ -310,7 +310,7 @@ def _choose_layers(
 
 def _fit_config(config: Config, options: list[Candidate]) -> Config:
     """Adapt ``config`` to a model with these layers."""
-    classes = [known_class(type(candidate.layer)) for candidate in options]
+    classes = [find_known_class(type(candidate.layer)) for candidate in options]
     smooth = [k for k in classes if k is not None and issubclass(k, CompressedActivation)]
     return config.fitted(
         sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in options),
@@ -322,7 +322,7 @@ def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
     """Return the names of modules that the layer around them computes itself once it is converted."""
     names = set[str]()
     for candidate in candidates(model):
-        cls = compressed_class(torch_class(type(candidate.layer)))
+        cls = find_compressed_class(torch_class(type(candidate.layer)))
         if cls is None or cls.replaced is None:
             continue
         if is_converted(candidate.layer) or refusal(candidate, config, owner) is None:
@@ -333,7 +333,7 @@ def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
 
 def _is_listed(layer: nn.Module) -> bool:
     """Return True if a report lists the layer: it keeps something, unlike dropout with ``p=0``."""
-    cls = known_class(type(layer))
+    cls = find_known_class(type(layer))
     return cls is None or (cls.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
 
 
@@ -397,7 +397,7 @@ def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
     keep = config.keep_of(fqns, operator)
     if keep is None:
         return config.why_dense(fqns, operator)
-    cls = known_class(type(layer))
+    cls = find_known_class(type(layer))
     if cls is not None and not cls.drops_blocks and keep.bits is None:
         return "drops no blocks, so bits=None would keep its whole input uncompressed"
     if is_converted(layer):
@@ -422,7 +422,7 @@ def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) 
         return LEFT_DENSE[type(layer)][1]
     if convolution.is_transposed(layer):
         return "is a transposed convolution, whose input stays uncompressed"
-    cls = compressed_class(type(layer))
+    cls = find_compressed_class(type(layer))
     if cls is None and not is_converted(layer):
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward is not known to be that of its base class"
@@ -458,7 +458,7 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
 
 def _can_take_shards(layer: nn.Module) -> bool:
     """Return True if the converted layer runs on shards; weights that a hook computes from parameters do not count."""
-    cls, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
+    cls, own = find_compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
     return cls is not None and cls.takes_shards and all(id(weight) in own for weight in weights_of(layer))
 
 
@@ -473,7 +473,7 @@ def _make_row(candidate: Candidate, keep: Keep | None, reason: str | None = None
     layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
     has_sizes = keep is not None and candidate.operator in ("linear", "convolution")
     inputs, outputs = _find_features(layer) if has_sizes else (None, None)
-    cls = known_class(type(layer))
+    cls = find_known_class(type(layer))
     sparsity = 0.0 if keep is None or cls is None or not cls.drops_blocks else sparsity_at(keep.sparsity, 0.0)
     one_bit = cls is not None and cls.one_bit
     return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit)
@@ -493,7 +493,7 @@ def _convert_layer(candidate: Candidate, keep: Keep, owner: str) -> None:
     """Convert a layer, or update the settings of one that ``owner`` has converted."""
     layer, attention = candidate.layer, candidate.attention
     features = _find_features(layer) if candidate.operator in ("linear", "convolution") else None
-    cls: type[Any] | None = type(layer) if is_converted(layer) else compressed_class(type(layer))
+    cls: type[Any] | None = type(layer) if is_converted(layer) else find_compressed_class(type(layer))
     assert cls is not None
     sparsity = sparsity_at(keep.sparsity, 0.0) if cls.drops_blocks else 0.0
     has_schedule = cls.drops_blocks and isinstance(keep.sparsity, SparsitySchedule)
@@ -568,7 +568,7 @@ def _start_recompute(blocks: dict[nn.Module, BlockReport], owner: str) -> None:
         pair = number // 2
         turn = pair + (pair > 0)  # no exact inputs in the second step, which a memory budget measures
         module._recompute = RecomputeState(row.recompute, owner, "", row.fqn, turn, {})  # type: ignore[assignment]
-        module.__class__ = recomputed_class(type(module))
+        module.__class__ = make_recomputed_class(type(module))
 
 
 def _stop_recompute(model: nn.Module, owner: str | None) -> list[str]:
@@ -599,7 +599,7 @@ def _without_recompute(model: nn.Module, owner: str) -> Iterator[None]:
     except BaseException:
         for module, state in states.items():
             module._recompute = state
-            module.__class__ = recomputed_class(type(module))
+            module.__class__ = make_recomputed_class(type(module))
         raise
 
 
@@ -643,13 +643,13 @@ def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | N
     if layer.traced == "dense":
         return "", "", 0, False
     keep = layer.keep
-    settings = keep.stored_bits, keep.block_size, keep.scope, keep.selection
+    settings = keep.stored_bits, keep.block_size, keep.topk_over, keep.selection
     mark = Mark(layer.operator_of(layer), name, *settings, of_model)
-    fine_rows = keep.fine_rows if 0 < keep.stored_bits < 8 else 0
+    min_rows_for_low_bits = keep.min_rows_for_low_bits if 0 < keep.stored_bits < 8 else 0
     # With averaging over processes, a compiler may cut the graph wherever gradients of weights fill a bucket.
     averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
     cut = averaged and mark.operator in ("linear", "convolution")
-    return mark.text, replace(mark, bits=8).text, fine_rows, cut
+    return mark.text, replace(mark, bits=8).text, min_rows_for_low_bits, cut
 
 
 # === Hooks for saved tensors of other operations ======================================================================

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_actprune import config
 from lightning_actprune.config import Keep, Operator, Recompute
-from lightning_actprune.operators.recompute import kept_inputs
+from lightning_actprune.operators.recompute import describe_inputs
 
 _NUMBER = re.compile(r"\b\d+\b")
 _NAMES: dict[Operator, str] = {
@@ -75,7 +75,7 @@ class LayerReport:
     def to_dict(self) -> dict[str, str | float | None]:
         """Return all fields as numbers and strings, one level deep."""
         keep = self.keep
-        settings: dict[str, Any] = dict.fromkeys(("bits", "block_size", "scope", "selection", "max_dropped_energy"))
+        settings: dict[str, Any] = dict.fromkeys(("bits", "block_size", "topk_over", "selection", "max_dropped_energy"))
         if keep is not None:
             settings = {name: getattr(keep, name) for name in settings} | ({"bits": 1} if self.one_bit else {})
         row = {"fqn": self.fqn, "kind": self.kind, "operator": self.operator, "converted": self.converted}
@@ -149,7 +149,7 @@ class ConversionReport:
         lines = []
         for rows in group_by_reason(self.refused):
             for kind in list_kinds(rows):
-                names = config.shortened([row.fqn for row in rows if row.kind == kind])
+                names = config.shorten([row.fqn for row in rows if row.kind == kind])
                 lines.append(f"  {names} ({kind}): {rows[0].reason}")
         return "\n".join(lines)
 
@@ -190,7 +190,7 @@ def describe_conversion(report: ConversionReport, last: Mapping[str, float], *, 
         parts.append(f"What else modules keep for backward: {describe_keep(report.saved)}.")
     blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
     if repeated := [
-        f"{name} ({number} {kind}, {kept_inputs(how)})" for (name, kind, how), number in blocks.items() if how
+        f"{name} ({number} {kind}, {describe_inputs(how)})" for (name, kind, how), number in blocks.items() if how
     ]:
         parts.append(f"Run again in backward: {join_names(repeated)}.")
     if report.refused and reasons:
@@ -323,11 +323,15 @@ def describe_keep(keep: Keep, first: float = 0.0, last: float = 0.0, bits: int |
     """
     bits = bits or keep.bits
     parts = ["uncompressed values" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"]
-    parts += [f"8 below {keep.fine_rows} rows"] if few and 0 < keep.stored_bits < 8 and keep.fine_rows else []
+    parts += (
+        [f"8 below {keep.min_rows_for_low_bits} rows"]
+        if few and 0 < keep.stored_bits < 8 and keep.min_rows_for_low_bits
+        else []
+    )
     if first or last:
         ends = dict.fromkeys((f"{100 * first:g}", f"{100 * last:g}"))
         parts.append(f"drops {' to '.join(ends)} %")
         parts += [] if keep.selection == "largest" else [f"selection {keep.selection}"]
-        parts += [] if keep.scope == "sample" else [f"per {keep.scope}"]
+        parts += [] if keep.topk_over == "sample" else [f"per {keep.topk_over}"]
     parts += [] if keep.block_size == Keep.block_size else [f"blocks of {keep.block_size}"]
     return ", ".join(parts)

@@ -27,10 +27,13 @@ WRONG_KEEPS = [
     ({"block_size": 0}, ValueError, "`block_size` must be a positive int, got 0"),
     ({"block_size": 2.5}, TypeError, "`block_size` must be a positive int, got 2.5"),
     ({"bits": 4, "block_size": 4}, ValueError, "`block_size` must be at least 8 .*got 4"),
-    ({"scope": "batch"}, ValueError, '`scope` must be "sample" or "token", got \'batch\''),
+    ({"topk_over": "batch"}, ValueError, '`topk_over` must be "sample" or "token", got \'batch\''),
     ({"selection": "random"}, ValueError, "`selection` must be .*'random'"),
     ({"max_dropped_energy": 2.0}, ValueError, "`max_dropped_energy` must be .*2.0"),
-    *(({"fine_rows": rows}, (TypeError, ValueError), f"`fine_rows` .*{rows}") for rows in (1.5, -1, True, "many")),
+    *(
+        ({"min_rows_for_low_bits": rows}, (TypeError, ValueError), f"`min_rows_for_low_bits` .*{rows}")
+        for rows in (1.5, -1, True, "many")
+    ),
 ]
 
 
@@ -50,7 +53,9 @@ def test_settings_are_plain_values():
     assert hash(keep) == hash(dataclasses.replace(keep))
     assert (Keep().stored_bits, keep.stored_bits) == (0, 4)
     changed = dataclasses.replace(Keep(bits=4), block_size=64)
-    assert changed == copy.deepcopy(changed) == Keep(4, block_size=64) != Keep(4, block_size=64, fine_rows=0)
+    assert (
+        changed == copy.deepcopy(changed) == Keep(4, block_size=64) != Keep(4, block_size=64, min_rows_for_low_bits=0)
+    )
 
 
 def test_the_first_rule_that_matches_counts_and_then_the_preset():
@@ -58,17 +63,22 @@ def test_the_first_rule_that_matches_counts_and_then_the_preset():
     settings = Config("balanced", rules={"head": None, "blocks.*.fc1": own, "type:norm": Keep(bits=8), "*.q": own})
     balanced = PRESETS["balanced"]
     assert settings.keep_of(["head"], "linear") is None
-    assert settings.keep_of(["blocks.0.fc1"], "linear") == Keep(bits=2, fine_rows=1024)
+    assert settings.keep_of(["blocks.0.fc1"], "linear") == Keep(bits=2, min_rows_for_low_bits=1024)
     assert settings.keep_of(["blocks.0.norm"], "norm") == Keep(bits=8)
     assert settings.keep_of(["blocks.0.fc2"], "linear") == balanced["linear"]
     assert settings.keep_of(["other", "block.q"], "linear").bits == 2  # a layer may have several names
 
 
 def test_what_a_rule_does_not_name_is_as_the_preset_says():
-    rules = {"a": {"bits": 4}, "b": Keep(fine_rows=0), "c": Keep(bits=None, block_size=4), "d": Keep(block_size=4)}
+    rules = {
+        "a": {"bits": 4},
+        "b": Keep(min_rows_for_low_bits=0),
+        "c": Keep(bits=None, block_size=4),
+        "d": Keep(block_size=4),
+    }
     settings = Config("max", 0.5, rules=rules)
-    assert settings.keep_of(["a"], "linear") == Keep(4, 0.5, max_dropped_energy=0.2, fine_rows=1024)
-    assert settings.keep_of(["b"], "linear") == Keep(2, 0.5, max_dropped_energy=0.2, fine_rows=0)
+    assert settings.keep_of(["a"], "linear") == Keep(4, 0.5, max_dropped_energy=0.2, min_rows_for_low_bits=1024)
+    assert settings.keep_of(["b"], "linear") == Keep(2, 0.5, max_dropped_energy=0.2, min_rows_for_low_bits=0)
     assert settings.keep_of(["c"], "norm").bits is None
     assert Config("paper", rules=rules).keep_of(["a"], "norm") == Keep(bits=4)
     with pytest.raises(ValueError, match=r"`rules\['d'\]` for 'norm': `block_size` .*bits=4, got 4.*HINT"):
@@ -119,8 +129,8 @@ def test_examples_of_the_docstrings(module):
     [
         (
             "max",
-            {"type:value": Keep(bits=8), "type:saved": Keep(bits=4), "type:attended": None},
-            {"query": 4, "key": 4, "value": 8, "attended": 4},
+            {"type:value": Keep(bits=8), "type:saved": Keep(bits=4), "type:attention_out": None},
+            {"query": 4, "key": 4, "value": 8, "attention_out": 4},
             {},
         ),
         (

@@ -183,7 +183,7 @@ def test_a_layer_has_one_owner():
     with pytest.raises(ValueError, match=r"'fc1' is already converted by convert\(\) #\w+.*HINT"):
         convert(model, rules=linear_only(Keep(bits=4)))
     assert state(model) == before
-    assert model.fc1.keep == dataclasses.replace(PRUNED, fine_rows=1024)
+    assert model.fc1.keep == dataclasses.replace(PRUNED, min_rows_for_low_bits=1024)
     convert(model, rules={"fc2": Keep(bits=4), "*": None})
     assert revert(model, model.fc2.owner) == ["fc2"]
     assert (type(model.fc1), type(model.fc2)) == (ActivationPrunedLinear, nn.Linear)
@@ -362,7 +362,7 @@ def test_other_rules_on_the_root_are_about_it_as_a_layer():
     with pytest.raises(ValueError, match=r"'\(root\)' matches no layer"):
         convert(saving(nn.Identity()), rules={"(root)": Keep(bits=4)})
     [layer] = convert(nn.Linear(64, 64), rules={"(root)": Keep(bits=3), "*": None}).converted
-    assert (layer.fqn, layer.keep) == ("(root)", Keep(bits=3, fine_rows=1024))
+    assert (layer.fqn, layer.keep) == ("(root)", Keep(bits=3, min_rows_for_low_bits=1024))
 
 
 @pytest.mark.parametrize("pattern", ["fc", "type:linear"])

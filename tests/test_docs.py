@@ -102,7 +102,7 @@ def check_index(names):
 
 
 def check_rules(names):
-    assert names["ruled"]["mlp.1"] == config.Keep(4, 0.3, 16, max_dropped_energy=0.2, fine_rows=1024)
+    assert names["ruled"]["mlp.1"] == config.Keep(4, 0.3, 16, max_dropped_energy=0.2, min_rows_for_low_bits=1024)
     assert isinstance(names["ruled"]["mlp.3"].sparsity, schedules.StepSchedule)
     assert "mlp.0" not in names["ruled"]  # the norm, which a rule keeps dense
     assert names["scheduled"] == ["mlp.3"]

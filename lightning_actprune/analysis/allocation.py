@@ -74,7 +74,7 @@ WAYS = "run again", "in few bits", "in four bits", "dense"
 AGAIN, FEW, BALANCED, DENSE = range(len(WAYS))
 ORDER: tuple[Operator, ...] = "convolution", "linear", "activation", "scale", "affine", "norm"
 """The order in which the layers of a block change (see the module)."""
-_AROUND = "type:value", "type:attended", "*"
+_AROUND = "type:value", "type:attention_out", "*"
 """Patterns of what belongs to no block; what attention saves is covered by type, in any block."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b\s*", re.IGNORECASE)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
-from lightning_actprune.config import PresetName, listed
+from lightning_actprune.config import PresetName, join_names
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import MIB, ConversionReport
@@ -160,7 +160,7 @@ def estimate(
     for name in presets:
         if name not in METHODS:
             raise ValueError(
-                f"`presets` must be some of {listed(METHODS)}, got {name!r}. HINT: 'dense' is the unchanged model, "
+                f"`presets` must be some of {join_names(METHODS)}, got {name!r}. HINT: 'dense' is the unchanged model, "
                 "'checkpoint' runs every repeated block again."
             )
     rows = []

@@ -200,7 +200,7 @@ class RetentionProbe(SavedTensorRecorder):
         """
         return leave_dense(self._model, report, {layer.fqn: layer.reason or "" for layer in self.retained})
 
-    def _followed(self) -> Iterable[nn.Module]:
+    def _list_modules(self) -> Iterable[nn.Module]:
         return self._model.modules()
 
     def _on_call(self, call: LayerCall) -> None:
@@ -377,7 +377,7 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
         blocks: How ``x`` is cut into blocks.
     """
     with torch.no_grad():
-        stored, _ = stored_view(x, blocks.block_size, blocks.scope)
+        stored, _ = stored_view(x, blocks.block_size, blocks.topk_over)
         block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), 0)
         # Sum in fp32 without an fp32 copy, which would be the largest tensor of a step.
         wide = torch.promote_types(stored.dtype, torch.float32)

@@ -236,7 +236,7 @@ class LayerCall:
         """Return the bytes of the packed input by formula; for compressed layers."""
         assert self.blocks is not None
         sparsity = 0.0 if self.fine else sparsity
-        geometry = input_geometry(self.shape, self.blocks.block_size, sparsity, self.blocks.scope)
+        geometry = input_geometry(self.shape, self.blocks.block_size, sparsity, self.blocks.topk_over)
         return geometry.stored_bytes(self.itemsize, self.blocks.bits)
 
 
@@ -440,7 +440,7 @@ class SavedTensorRecorder:
         self._active = True
         try:
             self._add_parameters((*self._model.parameters(), *self._model.buffers()))
-            for module in self._followed():
+            for module in self._list_modules():
                 self._follow(module)
         except BaseException:
             self.close()
@@ -491,7 +491,7 @@ class SavedTensorRecorder:
         # Always: a forward may raise, and its caller may go on without it.
         self._handles.append(module.register_forward_hook(ForwardHook(self._leave_module), always_call=True))
 
-    def _followed(self) -> Iterable[nn.Module]:
+    def _list_modules(self) -> Iterable[nn.Module]:
         """Return the modules whose calls Python sees."""
         return eager_modules(self._model)
 

@@ -67,8 +67,8 @@ from lightning_actprune.codec.private import DYNAMO, FOR_BACKWARD, require
 from lightning_actprune.config import (
     Config,
     Keep,
-    Scope,
     Selection,
+    TopkOver,
     check_model,
     drops_blocks,
 )
@@ -108,7 +108,7 @@ class LinearInput(NamedTuple):
         blocks = setting.turned_blocks if self.samples_second else setting.blocks
         # Inside attention, torch makes such a copy if the samples come first in memory.
         x = self.x.contiguous() if self.samples_second else self.x
-        stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
+        stored, transposed = stored_view(x, blocks.block_size, blocks.topk_over)
         grad_y = grad_y.reshape(*x.shape[:-1], grad_y.shape[-1])
         return Call(x, stored, blocks, weight_grad_of(grad_y, blocks, stored_shape(x, transposed), transposed))
 
@@ -135,7 +135,7 @@ class ConvolutionInput(NamedTuple):
             grad = weight_grad(stored.contiguous().as_strided(x.shape, x.stride()), grad_y, self.sizes, self.windows)
             return as_dtype(grad, torch.promote_types(grad.dtype, torch.float32))
 
-        stored, _ = stored_view(rows_of(x, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
+        stored, _ = stored_view(rows_of(x, blocks.block_size, blocks.topk_over), blocks.block_size, blocks.topk_over)
         return Call(x, stored, blocks, grad_of)
 
 
@@ -587,7 +587,7 @@ def measure_sensitivity(
     sparsities: Sequence[float] = SPARSITIES,
     bits: Sequence[int | None] = BITS,
     block_size: int = 32,
-    scope: Scope = "sample",
+    topk_over: TopkOver = "sample",
     selection: Selection = "largest",
     names: Sequence[str] | str = LINEAR,
     seed: int = 0,
@@ -607,7 +607,7 @@ def measure_sensitivity(
         sparsities: Fractions of blocks dropped, each in [0, 1).
         bits: Bits of each kept value, 2, 3, 4 or 8, or ``None`` for values as they are.
         block_size: Consecutive values per block, positive; cut to the row if larger.
-        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
+        topk_over: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         selection: Which blocks are kept (see ``codec.blocks``).
         names: Which linear layers and convolutions are measured: patterns as in rules, such as ``"blocks.*.fc1"``; by
             default ``"type:linear"``, linear layers that presets cover.
@@ -629,7 +629,7 @@ def measure_sensitivity(
         ['0', '2']
     """
     check_model(model)
-    grid = SensitivityGrid(sparsities, bits, block_size, scope, selection, names)
+    grid = SensitivityGrid(sparsities, bits, block_size, topk_over, selection, names)
     probe = SensitivityProbe(model, grid)
     seen = False
     with _unchanged(model, _checked_seed(seed)), probe:

@@ -20,12 +20,12 @@ from lightning_actprune.config import (
     Config,
     Keep,
     Operator,
-    Scope,
     Selection,
+    TopkOver,
     check_bits,
     drops_blocks,
     matches,
-    shortened,
+    shorten,
 )
 from lightning_actprune.operators.base import LayerState
 from lightning_actprune.schedules import check_sparsity
@@ -70,7 +70,7 @@ class SensitivityGrid:
         sparsities: Fractions of blocks dropped, each in [0, 1).
         bits: Bits of each kept value, 2, 3, 4 or 8, or ``None`` for values as they are.
         block_size: Consecutive values per block, positive; cut to the row if larger.
-        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
+        topk_over: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         selection: Which blocks are kept (see ``codec.blocks``).
         names: Which linear layers and convolutions are measured: patterns as in rules; ``"type:linear"`` are those that
             presets cover.
@@ -83,7 +83,7 @@ class SensitivityGrid:
     sparsities: Sequence[float] = SPARSITIES
     bits: Sequence[int | None] = BITS
     block_size: int = 32
-    scope: Scope = "sample"
+    topk_over: TopkOver = "sample"
     selection: Selection = "largest"
     names: Sequence[str] | str = LINEAR
 
@@ -102,7 +102,7 @@ class SensitivityGrid:
     @cached_property
     def settings(self) -> tuple[GridSetting, ...]:
         """All settings, the sparsities of one number of bits after the other."""
-        stored = self.block_size, self.scope, self.selection
+        stored = self.block_size, self.topk_over, self.selection
         return tuple(
             GridSetting.of(Keep(bits, sparsity, *stored)) for bits in self.bits for sparsity in self.sparsities
         )
@@ -125,7 +125,7 @@ def check_names(model: nn.Module, grid: SensitivityGrid) -> None:
         if not pattern.startswith(TYPE) and not matches(names, pattern):
             raise ValueError(
                 f"`names` pattern {pattern!r} matches no linear layer or convolution of {type(model).__name__}. "
-                f"HINT: patterns match the whole name; such layers are: {shortened(names) or 'none'}."
+                f"HINT: patterns match the whole name; such layers are: {shorten(names) or 'none'}."
             )
         if pattern.startswith(TYPE) and not drops_blocks([pattern.removeprefix(TYPE)]):
             raise ValueError(

@@ -90,7 +90,7 @@ class SensitivityReport:
             ValueError: If ``min_cosine`` is out of range.
         """
         least, grid = check_share(min_cosine, "min_cosine"), self.grid
-        measured = grid.block_size, grid.scope, grid.selection, 1.0, 0  # all of it, so that no preset changes it
+        measured = grid.block_size, grid.topk_over, grid.selection, 1.0, 0  # all of it, so that no preset changes it
         best: dict[str, Keep | None] = dict.fromkeys(row.fqn for row in self.rows)
         for row in sorted(self.rows, key=lambda row: (-row.stored_share, row.cosine)):
             if row.cosine >= least and row.stored_share < 1:

@@ -73,7 +73,7 @@ from lightning_actprune.codec.private import (
     tree_leaves,
     tree_map_only,
 )
-from lightning_actprune.config import check_model, listed
+from lightning_actprune.config import check_model, join_names
 from lightning_actprune.operators.containers import map_tensors
 from lightning_actprune.report import ConversionReport
 
@@ -201,7 +201,7 @@ def check_precision(value: Any) -> str:
     """Return ``value`` if it names a precision that can be simulated."""
     if value not in PRECISIONS:
         raise ValueError(
-            f"`precision` must be one of {listed(PRECISIONS)}, got {value!r}. HINT: 'bf16-mixed' is autocast to "
+            f"`precision` must be one of {join_names(PRECISIONS)}, got {value!r}. HINT: 'bf16-mixed' is autocast to "
             "bfloat16, with parameters in float32."
         )
     return str(value)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_actprune.callbacks.compiled import is_compiled
 from lightning_actprune.codec.private import FOR_REPLAYS, refusal
-from lightning_actprune.config import shortened
+from lightning_actprune.config import shorten
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_modules
 from lightning_actprune.replay.graph import CudaRecorder, Recorder
@@ -198,9 +198,9 @@ def describe_graphs(replayed: list[ModuleReplay], eager: dict[str, str]) -> str:
     parts = []
     if replayed:
         graphs, calls = sum(replay.graphs for replay in replayed), sum(replay.replays for replay in replayed)
-        names = shortened([replay.name for replay in replayed])
+        names = shorten([replay.name for replay in replayed])
         parts.append(f"{names} replayed ({format_count(graphs, 'graph')}, {format_count(calls, 'replay')} so far)")
     for reason in dict.fromkeys(eager.values()):
-        names = shortened([name for name, each in eager.items() if each == reason])
+        names = shorten([name for name, each in eager.items() if each == reason])
         parts.append(f"{names} eager, since {reason}")
     return f"Activation pruning, CUDA graphs: {'; '.join(parts)}." if parts else ""

@@ -81,7 +81,7 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
         )
     if decision.idle:
         is_one = len(decision.idle) == 1
-        names = config.shortened([layer.fqn for layer in decision.idle])
+        names = config.shorten([layer.fqn for layer in decision.idle])
         yield (
             f"Activation pruning: {format_count(len(decision.idle), _name_kind(decision.idle))} "
             f"{'stays dense until it keeps' if is_one else 'stay dense until they keep'} something for backward "

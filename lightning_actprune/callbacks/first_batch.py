@@ -37,7 +37,7 @@ from lightning_actprune.analysis.first_batch import (
     leave_dense,
 )
 from lightning_actprune.codec.private import refusal
-from lightning_actprune.config import drops_blocks, shortened
+from lightning_actprune.config import drops_blocks, shorten
 from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport
 
@@ -343,7 +343,7 @@ def _warn_of_checkpoints(layers: Sequence[LayerReport]) -> None:
         noun = "layers" if any(layer.operator != "linear" for layer in layers) else "linear layers"
         rank_zero_warn(
             f"{len(layers)} converted {noun} run only inside an activation checkpoint: "
-            f"{shortened([layer.fqn for layer in layers])}. A checkpointed region keeps only its input for backward, "
+            f"{shorten([layer.fqn for layer in layers])}. A checkpointed region keeps only its input for backward, "
             "so packing there costs gradient quality and saves memory only during the region's own backward. HINT: "
             "exclude these layers with `rules={name: None}`, or do not checkpoint them."
         )

@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_actprune.codec.dispatch import kernel_refusals
 from lightning_actprune.codec.private import dispatch_modes
-from lightning_actprune.config import Keep, drops_blocks, shortened
+from lightning_actprune.config import Keep, drops_blocks, shorten
 from lightning_actprune.report import LayerReport
 
 # === Arguments ========================================================================================================
@@ -178,6 +178,6 @@ def warn_of_idle(converted: Sequence[LayerReport], last: dict[str, float]) -> No
         one = len(idle) == 1
         rank_zero_warn(
             f"{len(idle)} converted {'layer keeps' if one else 'layers keep'} all values uncompressed (a sparsity of 0 "
-            f"without `bits`), which saves nothing: {shortened(idle)}. HINT: set a sparsity, or quantize the values "
+            f"without `bits`), which saves nothing: {shorten(idle)}. HINT: set a sparsity, or quantize the values "
             "(`Keep(bits=4)`, or the preset 'balanced')."
         )

@@ -80,8 +80,8 @@ from torch import Tensor
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.formats import MASK, mix
 
-AnyScope = Literal["sample", "token", "sample_second"]
-"""A user's scope, or ``"sample_second"`` inside attention: samples are the second dimension, so the blocks of
+TopkGroup = Literal["sample", "token", "sample_second"]
+"""A user's ``topk_over``, or ``"sample_second"`` inside attention: samples are the second dimension, so the blocks of
 ``x[:, i]`` compete."""
 SELECTIONS = ("largest", "swap", "unbiased")
 WORD_BLOCKS = 32
@@ -107,13 +107,13 @@ class Blocks(NamedTuple):
 
     Args:
         block_size: Values per block; shorter rows shorten it.
-        scope: Part of the input within which blocks compete.
+        topk_over: Part of the input within which blocks compete.
         bits: Bits of a stored value, 0 for values in their own type.
         selection: Which blocks are kept, one of ``SELECTIONS``.
     """
 
     block_size: int
-    scope: AnyScope
+    topk_over: TopkGroup
     bits: int = 0
     selection: str = "largest"
 
@@ -244,16 +244,16 @@ def along_tokens(x: Tensor, block_size: int) -> bool:
     _, tokens, features = x.shape
     if 2 * tokens < min(block_size, features):
         return False
-    return _filled_up(features, tokens, block_size) < _filled_up(tokens, features, block_size)
+    return _count_padded(features, tokens, block_size) < _count_padded(tokens, features, block_size)
 
 
-def stored_view(x: Tensor, block_size: int, scope: AnyScope) -> tuple[Tensor, bool]:
+def stored_view(x: Tensor, block_size: int, topk_over: TopkGroup) -> tuple[Tensor, bool]:
     """Return ``x`` as ``[samples, rows, length]``, and True if its rows run along the tokens.
 
     Args:
         x: Layer input ``[..., features]`` with at least one dimension.
         block_size: Values per block; shorter rows shorten it.
-        scope: ``"sample"``: a sample is ``x[i]`` (3-D and more) or a row (1-D and 2-D); ``"token"``: always a row;
+        topk_over: ``"sample"``: a sample is ``x[i]`` (3-D and more) or a row (1-D and 2-D); ``"token"``: always a row;
             ``"sample_second"``: ``x[:, i]`` of a contiguous 3-D ``x``.
 
     Returns:
@@ -261,7 +261,7 @@ def stored_view(x: Tensor, block_size: int, scope: AnyScope) -> tuple[Tensor, bo
         ``[B, T, D]`` is returned as ``[B, D, T]`` with True if its blocks run along the tokens. Otherwise blocks run
         along the features: the tensor is a view if features are contiguous, else a contiguous copy.
     """
-    if scope == "sample_second":
+    if topk_over == "sample_second":
         return x.transpose(0, 1), False
     if x.dim() <= 2:
         rows = x.reshape(x.shape[0] if x.dim() == 2 else 1, 1, x.shape[-1])
@@ -273,20 +273,20 @@ def stored_view(x: Tensor, block_size: int, scope: AnyScope) -> tuple[Tensor, bo
         x = x.transpose(1, 2)
     elif not _innermost_contiguous(x):
         x = x.contiguous()
-    if scope == "token":
+    if topk_over == "token":
         x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
     return x, transposed
 
 
 def stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
-    """Return ``[batch, rows, length]`` of the stored layout of ``x``, which does not depend on the scope."""
+    """Return ``[batch, rows, length]`` of the stored layout of ``x``, which does not depend on ``topk_over``."""
     features = x.shape[-1]
     if not transposed:
         return 1, x.shape[:-1].numel(), features
     return x.shape[0], features, x.shape[1:-1].numel()
 
 
-def _filled_up(rows: int, length: int, block_size: int) -> int:
+def _count_padded(rows: int, length: int, block_size: int) -> int:
     """Return the number of values in the blocks of ``rows`` rows, padding of short last blocks included."""
     block = _cut(block_size, length)
     return rows * ceil_div(length, block) * block
@@ -296,9 +296,9 @@ def _innermost_contiguous(x: Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def input_geometry(x: Tensor, block_size: int, sparsity: float, scope: AnyScope) -> BlockGeometry:
+def input_geometry(x: Tensor, block_size: int, sparsity: float, topk_over: TopkGroup) -> BlockGeometry:
     """Return the geometry of ``x`` once packed, from its shape and strides alone."""
-    meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), block_size, scope)
+    meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), block_size, topk_over)
     return BlockGeometry.of_stored(meta, block_size, sparsity)
 
 
@@ -306,7 +306,7 @@ def selection_keys(squares: Tensor, selection: str) -> Tensor:
     """Return the keys ``[S, N]``, the largest of which are kept, from sums of squares ``[S, N]`` without NaN."""
     if selection == "largest":
         return squares
-    return _moved(squares) if selection == "swap" else _priorities(squares)
+    return _make_swap_keys(squares) if selection == "swap" else _priorities(squares)
 
 
 def factors(squares: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ def _hash(squares: Tensor) -> Tensor:
     return mix((bits + numbers * NUMBER) & MASK) >> 8
 
 
-def _moved(squares: Tensor) -> Tensor:
+def _make_swap_keys(squares: Tensor) -> Tensor:
     """Return the keys of ``swap``, int64 ``[S, N]``."""
     wide = squares.dtype == torch.float64
     bits = squares.contiguous().view(torch.int64 if wide else torch.int32).long()

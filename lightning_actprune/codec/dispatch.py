@@ -456,7 +456,7 @@ def no_view(y: Tensor) -> Tensor:
     return y.data if y._is_view() else y  # a tenth of the time that the operator takes
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a function that applies ``function`` to its arguments and ``eager``."""
     compute = function.forward
 

@@ -297,7 +297,7 @@ class Policy:
         query: Bits of the query of fused attention.
         key: Bits of its key.
         value: Bits of its value.
-        attended: Bits of its result.
+        attention_out: Bits of its result.
         parameter: Bits of tensors that only the gradient of a parameter needs, such as the input of a layer scale; 0
             for those of ``saved``.
         operations: Bits by the name of an operation, in place of all others.
@@ -307,7 +307,7 @@ class Policy:
     query: int = 0
     key: int = 0
     value: int = 0
-    attended: int = 0
+    attention_out: int = 0
     parameter: int = 0
     operations: tuple[tuple[str, int], ...] = ()
 
@@ -390,7 +390,7 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
         Use.WEIGHTS: policy.query,  # fused attention computes them again from the query
         Use.KEY: policy.key,
         Use.VALUE: policy.value,
-        Use.ATTENDED: policy.attended,
+        Use.ATTENDED: policy.attention_out,
     }.get(use, policy.parameter if facts.is_for_parameter and policy.parameter else policy.saved)
     if not bits:
         return Storage("exact", reason=_BY_RULE)

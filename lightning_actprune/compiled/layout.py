@@ -112,7 +112,7 @@ def layout_with_drops(x: Tensor, like: Tensor, way: Values) -> Layout:
         raise Refusal("the length of its rows is a symbol")
     if way.operator == "linear" and marked[-1] != like.dim() - 1:
         raise Refusal("its features are not side by side in memory")
-    if way.scope == "token" or like.dim() == 2:
+    if way.topk_over == "token" or like.dim() == 2:
         return Layout(order, False, (-1, 1, last), min(way.block_size, last))
     if not all(isinstance(size, int) for size in inner):
         if not isinstance(like.shape[0], int) or way.operator != "linear":

@@ -68,7 +68,7 @@ class Mark:
         name: Its name in reports, equal for layers that share a compilation.
         bits: Bits of a stored value, 0 for uncompressed values.
         block_size: Values per block.
-        scope: Whether blocks compete within a ``"sample"`` or a ``"token"``.
+        topk_over: Whether blocks compete within a ``"sample"`` or a ``"token"``.
         selection: How blocks are selected.
         model: The settings of the whole model.
 
@@ -82,7 +82,7 @@ class Mark:
     name: str
     bits: int
     block_size: int = 32
-    scope: str = "sample"
+    topk_over: str = "sample"
     selection: str = "largest"
     model: Model = Model()
 
@@ -95,10 +95,10 @@ class Mark:
     @functools.lru_cache(maxsize=4096)
     def read(text: str) -> Mark:
         """Return the mark with this text."""
-        operator, name, bits, block_size, scope, selection, model = json.loads(text)
+        operator, name, bits, block_size, topk_over, selection, model = json.loads(text)
         model = dict(zip(Model.__dataclass_fields__, model, strict=True))
         model["operations"] = tuple(map(tuple, model["operations"]))
-        return Mark(operator, name, bits, block_size, scope, selection, Model(**model))
+        return Mark(operator, name, bits, block_size, topk_over, selection, Model(**model))
 
 
 def general_name(fqn: str) -> str:

@@ -82,7 +82,7 @@ class Values:
         bits: Bits of a stored value, 0 for uncompressed values.
         block_size: Values per block.
         parts: The sparsity, a number or its node.
-        scope: Whether blocks compete within a sample or a token.
+        topk_over: Whether blocks compete within a sample or a token.
         selection: How blocks are selected.
         operator: The operator of the layer that reads them, ``""`` without one.
         operation: The operation that a warning of outliers names, ``""`` to look for none.
@@ -91,7 +91,7 @@ class Values:
     bits: int
     block_size: int
     parts: int | Node = 0
-    scope: str = "sample"
+    topk_over: str = "sample"
     selection: str = "largest"
     operator: str = ""
     operation: str = ""
@@ -123,7 +123,7 @@ def find_way(joint: Joint, model: Model, read: Read) -> Way:
         assert isinstance(parts, int | Node)
         if layer.bits in (0, HALF) and parts == 0:
             raise Refusal("the layer's rule keeps values uncompressed")
-        return Values(layer.bits, layer.block_size, parts, layer.scope, layer.selection, layer.operator)
+        return Values(layer.bits, layer.block_size, parts, layer.topk_over, layer.selection, layer.operator)
     operation = "" if layer is not None else _find_operation(joint, model, read, use)
     storage = storage_for(operation, use, _find_facts(joint, model, read, use), model)
     if storage.how == "signs" or storage.how == "shape":
@@ -388,8 +388,8 @@ def combine_ways(ways: list[Values]) -> Values:
     """
     first = ways[0]
     alike = all(
-        (way.parts, way.scope, way.selection, way.block_size)
-        == (first.parts, first.scope, first.selection, first.block_size)
+        (way.parts, way.topk_over, way.selection, way.block_size)
+        == (first.parts, first.topk_over, first.selection, first.block_size)
         for way in ways
     )
     if any(way.bits == 0 for way in ways):

@@ -67,10 +67,10 @@ from lightning_actprune.codec.dispatch import (
     KERNEL_DTYPES,
     LaunchCache,
     TensorKey,
-    applied,
     autocast_dtype,
     choose_backend,
     in_plain_eager_mode,
+    make_apply,
     may_compress,
     on_device_of,
     once_differentiable,
@@ -149,13 +149,13 @@ class StoredDerivative(NamedTuple):
         """Return the value of code 0, and the distance of two codes, as fp32."""
         low, high = self.bounds()
         most, margin = 2**self.bits - 1, 2.0**-12  # as a global, a compiler would make a symbol of it
-        step = _rounded((high - low) * (1 + 2 * margin) / most)
-        return _rounded(low - step * most * margin), step
+        step = _round_to_fp32((high - low) * (1 + 2 * margin) / most)
+        return _round_to_fp32(low - step * most * margin), step
 
     def shift(self) -> float:
         """Return the number that a reader adds to ``step (q + 2^v + 1 - u)``, as fp32."""
         start, step = self.start_and_step()
-        return _rounded(start - step * (2**self.bits + 0.5))
+        return _round_to_fp32(start - step * (2**self.bits + 0.5))
 
     def stored_bytes(self, count: int) -> int:
         """Return the bytes stored for ``count`` values."""
@@ -168,7 +168,13 @@ class StoredDerivative(NamedTuple):
     def forward_constants(self) -> tuple[object, ...]:
         """Return the compile-time constants of the forward kernel."""
         start, step = (0.0, 1.0) if self.exact() else self.start_and_step()
-        return *self.function_constants(), start + step / 2, _rounded(1 / step), *(*self.planes(), 0)[:2], self.exact()
+        return (
+            *self.function_constants(),
+            start + step / 2,
+            _round_to_fp32(1 / step),
+            *(*self.planes(), 0)[:2],
+            self.exact(),
+        )
 
     def backward_constants(self) -> tuple[object, ...]:
         """Return the compile-time constants of the backward kernel."""
@@ -198,7 +204,7 @@ class StoredMask(NamedTuple):
         return self.factor, 0.0, 1, 0, True
 
 
-def _rounded(x: float) -> float:
+def _round_to_fp32(x: float) -> float:
     """Return ``x`` rounded to fp32 by arithmetic (G. Veltkamp's), because a parameter may be a compiler's symbol."""
     shifted = x * (2.0**29 + 1)
     return shifted - (shifted - x)
@@ -301,7 +307,7 @@ class ActivationFunction(torch.autograd.Function):
         return (activation_grad(grad_output, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
 
 
-_activation = applied(ActivationFunction)
+_activation = make_apply(ActivationFunction)
 
 
 class DropoutFunction(torch.autograd.Function):
@@ -325,7 +331,7 @@ class DropoutFunction(torch.autograd.Function):
         return y
 
 
-_dropout = applied(DropoutFunction)
+_dropout = make_apply(DropoutFunction)
 
 
 def activate_eagerly(
@@ -613,20 +619,20 @@ class CompressedActivation(CompressedLayer):
     inplace: bool = False
 
     @classmethod
-    def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
+    def describe_stored(cls, module: Any, bits: int) -> StoredDerivative:
         """Return the ``StoredDerivative`` of ``module``, which may be dense, with ``bits`` bits."""
         parameters = [float(getattr(module, name)) for name in ACTIVATIONS[cls.function].parameters]
         return StoredDerivative(cls.function, tuple(parameters), bits)
 
     @classmethod
-    def widened_by(cls, module: Any) -> bool | None:
+    def is_widened(cls, module: Any) -> bool | None:
         """Return ``widens`` of ``module``, which may be dense."""
         return cls.widens
 
     @property
     def traced(self) -> Traced:
         """The layer's own operators if the dense backward reads an output, or an input near a kink; else marked."""
-        return "marked" if self.stored_by(self, 8).function in SMOOTH else "own"
+        return "marked" if self.describe_stored(self, 8).function in SMOOTH else "own"
 
     def _dense_forward(
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -640,8 +646,8 @@ class CompressedActivation(CompressedLayer):
         """Return ``f(input)``."""
         if not keeps_derivative(input):
             return cast(Tensor, super().forward(input))  # type: ignore[misc]
-        stored = self.stored_by(self, self._state.blocks.bits)
-        return compressed_activation(input, stored, self.inplace, self.widened_by(self))
+        stored = self.describe_stored(self, self._state.blocks.bits)
+        return compressed_activation(input, stored, self.inplace, self.is_widened(self))
 
     def describe(self) -> str:
         """Return the bits; there are no blocks."""
@@ -664,7 +670,7 @@ class CompressedGELU(CompressedActivation, nn.GELU):
     dense_class = nn.GELU
 
     @classmethod
-    def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
+    def describe_stored(cls, module: Any, bits: int) -> StoredDerivative:
         """Return the ``StoredDerivative`` of ``module``, exact or by tanh."""
         return StoredDerivative("gelu" if module.approximate == "none" else "gelu_tanh", (), bits)
 
@@ -773,7 +779,7 @@ class ForeignActivation(CompressedActivation):
         if not torch.is_grad_enabled():
             return super()._dense_forward(dense, state, args, kwargs)
         (x,) = *args, *kwargs.values()
-        dtype = activated_dtype(x, self.stored_by(self, state.blocks.bits), self.widened_by(self))
+        dtype = activated_dtype(x, self.describe_stored(self, state.blocks.bits), self.is_widened(self))
         return ACTIVATIONS[self.function].forward(state.mark_input(x, trained=False).to(dtype))
 
 
@@ -799,7 +805,7 @@ class TransformersEitherGELUTanh(ForeignGELUTanh):
     """Mixin for ``GELUTanh``, which is one operator of torch or, on request, written with ``torch.pow``."""
 
     @classmethod
-    def widened_by(cls, module: Any) -> bool:
+    def is_widened(cls, module: Any) -> bool:
         """Return True if the module is written with ``torch.pow``."""
         return not isinstance(module.act, functools.partial)
 

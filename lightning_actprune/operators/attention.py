@@ -121,7 +121,7 @@ def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) 
 _CHECK = "_check_key_padding_mask"
 
 
-def _checked(check: Callable[..., None], *arguments: Any) -> None:
+def _check_unless_tracing(check: Callable[..., None], *arguments: Any) -> None:
     """Check the shape of a mask, but not while a compiler traces: it cannot trace the text of the error."""
     if not torch.compiler.is_compiling():
         check(*arguments)
@@ -137,7 +137,7 @@ def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
             scope[name] = FunctionType(value.__code__, scope, name, value.__defaults__, value.__closure__)
             scope[name].__kwdefaults__ = value.__kwdefaults__
     if _CHECK in scope:
-        scope[_CHECK] = functools.partial(_checked, scope[_CHECK])
+        scope[_CHECK] = functools.partial(_check_unless_tracing, scope[_CHECK])
     return cast(Callable[..., tuple[Tensor, Tensor | None]], scope.get("multi_head_attention_forward"))
 
 
@@ -165,7 +165,9 @@ def routing_refusal() -> str | None:
         for inputs in ((0, 0, 0), (0, 1, 1), (0, 1, 0)):
             rows.clear()
             try:
-                same = torch.equal(_tried(routed, inputs, True), _tried(F.multi_head_attention_forward, inputs, False))
+                same = torch.equal(
+                    _try_attention(routed, inputs, True), _try_attention(F.multi_head_attention_forward, inputs, False)
+                )
             except Exception as error:  # unknown code may raise anything if a weight is no tensor
                 return f"{reason} ({error})"
             if not same or sum(rows) != 4 * _SIZE:
@@ -177,7 +179,7 @@ _SIZE = 2
 """Features of the small attention that is tried."""
 
 
-def _tried(function: Callable[..., Any], inputs: tuple[int, ...], projected: bool) -> Tensor:
+def _try_attention(function: Callable[..., Any], inputs: tuple[int, ...], projected: bool) -> Tensor:
     """Return the result of ``function`` for two small inputs, with projections or plain weights."""
     given = torch.arange(6.0 * _SIZE, device="cpu").sin().view(2, 3, 1, _SIZE)
     weights = torch.arange(4.0 * _SIZE * _SIZE, device="cpu").cos().view(4 * _SIZE, _SIZE)

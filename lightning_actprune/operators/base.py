@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
-from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
+from lightning_actprune.codec.blocks import Blocks, TopkGroup, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import mark_input, mark_output
 from lightning_actprune.config import Keep, Operator
@@ -67,8 +67,8 @@ class LayerState:
 
     def __post_init__(self) -> None:
         keep = self.keep
-        blocks = Blocks(keep.block_size, keep.scope, keep.stored_bits, keep.selection)
-        turned: AnyScope = "sample_second" if keep.scope == "sample" else "token"
+        blocks = Blocks(keep.block_size, keep.topk_over, keep.stored_bits, keep.selection)
+        turned: TopkGroup = "sample_second" if keep.topk_over == "sample" else "token"
         object.__setattr__(self, "blocks", blocks)
         object.__setattr__(self, "turned_blocks", Blocks(keep.block_size, turned, keep.stored_bits, keep.selection))
         parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
@@ -77,12 +77,12 @@ class LayerState:
 
     def is_fine(self, x: Tensor) -> bool:
         """Return whether an input ``[..., features]`` has so few rows that all of it is stored in eight bits."""
-        return 0 < self.blocks.bits < 8 and x.numel() < self.keep.fine_rows * x.shape[-1]
+        return 0 < self.blocks.bits < 8 and x.numel() < self.keep.min_rows_for_low_bits * x.shape[-1]
 
     def of(self, x: Tensor, *, turned: bool = False) -> tuple[int, Blocks]:
         """Return the size of ``parts`` and the blocks of an input, ``turned`` for one inside attention."""
         blocks = self.turned_blocks if turned else self.blocks
-        if self.keep.fine_rows and x.dim() and self.is_fine(x):
+        if self.keep.min_rows_for_low_bits and x.dim() and self.is_fine(x):
             return 0, blocks._replace(bits=8)
         return self.parts.size(0), blocks
 
@@ -327,7 +327,7 @@ def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
     shown = [] if keep.bits is None else [f"bits={keep.bits}"]
     shown += [f"sparsity={sparsity:g}" if isinstance(sparsity, float) else f"sparsity={sparsity!r}"]
     shown += [f"block_size={keep.block_size}"]
-    shown += [] if keep.scope == "sample" else [f"scope={keep.scope!r}"]
+    shown += [] if keep.topk_over == "sample" else [f"topk_over={keep.topk_over!r}"]
     shown += [] if keep.selection == "largest" else [f"selection={keep.selection!r}"]
     return ", ".join(shown)
 
@@ -354,7 +354,7 @@ def needs_gradients(module: Any) -> bool:
     return False
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Return whether anything but the forward of its class runs when ``module`` is called."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(own) or "forward" in module.__dict__ or any_global_hook()

@@ -48,10 +48,10 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
     TensorKey,
-    applied,
     as_dtype,
     choose_backend,
     in_plain_eager_mode,
+    make_apply,
     may_compress,
     no_view,
     on_device_of,
@@ -62,7 +62,7 @@ from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pac
 from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.activation import CompressedReLU
-from lightning_actprune.operators.base import CompressedLayer, hooked
+from lightning_actprune.operators.base import CompressedLayer, has_hooks
 from lightning_actprune.operators.norm import CompressedNorm, dense_format, laid_out_as, output_dtype
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class ChannelNormFunction(torch.autograd.Function):
         ctx.launched = bound is not None
         moved: Any = None
         if bound is None:
-            y, values, statistics, ctx.layout = _normalized(x, weight, bias, fixed, setting, dtype)
+            y, values, statistics, ctx.layout = _normalize(x, weight, bias, fixed, setting, dtype)
         else:
             launch, ctx.layout, moves = bound
             if running is not None and moves:
@@ -201,7 +201,7 @@ class ChannelNormFunction(torch.autograd.Function):
         return compute(grad_output, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
 
 
-_channel_norm = applied(ChannelNormFunction)
+_channel_norm = make_apply(ChannelNormFunction)
 
 
 def _laid_out(
@@ -233,7 +233,7 @@ def _of_parameters(sums: Tensor, layout: ChannelLayout, needed: Needed) -> tuple
 class FrozenBatchNormFunction(torch.autograd.Function):
     """Batch normalisation in eval mode with a frozen weight: it saves only the factors ``[C]`` of its input.
 
-    Its gradients are differentiable themselves, so it uses neither ``applied`` nor ``once_differentiable``.
+    Its gradients are differentiable themselves, so it uses neither ``make_apply`` nor ``once_differentiable``.
     """
 
     @staticmethod
@@ -275,7 +275,7 @@ class FrozenBatchNormFunction(torch.autograd.Function):
 # === Reference in plain torch =========================================================================================
 
 
-def _normalized(
+def _normalize(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -854,8 +854,8 @@ class CompressedResNetBlock(CompressedLayer):
         if (
             type(norm) is CompressedBatchNorm2d
             and type(relu) is CompressedReLU
-            and not hooked(norm)
-            and not hooked(relu)
+            and not has_hooks(norm)
+            and not has_hooks(relu)
         ):
             y = norm.rectified(x)
             if y is not None:

@@ -58,10 +58,10 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
     Objects that cannot be copied are shared, and so are objects after the first ``_MOST_OBJECTS``.
     """
-    return tree_map_only(object, partial(_copied, change, {}), value)
+    return tree_map_only(object, partial(_copy_leaf, change, {}), value)
 
 
-def _copied(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any]], leaf: Any) -> Any:
+def _copy_leaf(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any]], leaf: Any) -> Any:
     """Return the copy of an object; ``copies`` has earlier copies and their originals, by ``id`` of the original."""
     if isinstance(leaf, Tensor):
         return change(leaf)
@@ -75,6 +75,6 @@ def _copied(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any]],
         made = leaf
     copies[id(leaf)] = made, leaf
     for name in _names(leaf) if made is not leaf else ():
-        value = tree_map_only(object, partial(_copied, change, copies), getattr(leaf, name))
+        value = tree_map_only(object, partial(_copy_leaf, change, copies), getattr(leaf, name))
         object.__setattr__(made, name, value)
     return made

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import (
-    AnyScope,
     Blocks,
+    TopkGroup,
     block_and_keep,
     ceil_div,
     keeps_all,
@@ -45,10 +45,10 @@ from lightning_actprune.codec.dispatch import (
     LaunchCache,
     SimulatedGPU,
     TensorKey,
-    applied,
     as_dtype,
     autocast_dtype,
     forced_backend,
+    make_apply,
     on_device_of,
     once_differentiable,
 )
@@ -146,7 +146,7 @@ class ConvolutionFunction(torch.autograd.Function):
         )
 
 
-_convolution = applied(ConvolutionFunction)
+_convolution = make_apply(ConvolutionFunction)
 
 
 def _cast_and_pack(
@@ -170,7 +170,7 @@ def _cast(x: Tensor, autocast: torch.dtype | None) -> Tensor:
 
 def _stored(x_read: Tensor, parts: int, blocks: Blocks) -> tuple[Tensor, int, int]:
     """Return what is packed, ``[samples, rows, length]``, the block cut to a row, and the blocks kept per sample."""
-    stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
+    stored, _ = stored_view(rows_of(x_read, blocks.block_size, blocks.topk_over), blocks.block_size, blocks.topk_over)
     return stored, *block_and_keep(stored, blocks.block_size, parts, blocks.bits)
 
 
@@ -189,16 +189,16 @@ def without_gaps(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def rows_of(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
+def rows_of(x: Tensor, block_size: int, topk_over: TopkGroup) -> Tensor:
     """Return ``x [N, C, *spatial]`` without gaps as rows ``[N, T, L]`` in the order of memory, to be cut into blocks.
 
     Rows are as long as a block if that divides a sample; else a sample is one row, if kernels take so long a row.
-    Otherwise, and with scope ``"token"``, where the blocks of a row compete, rows are the channels of a pixel, or the
+    Otherwise, and with ``"token"``, where the blocks of a row compete, rows are the channels of a pixel, or the
     innermost dimension of a contiguous ``x``.
     """
     memory = x if x.is_contiguous() else x.movedim(1, -1)
     values = math.prod(x.shape[1:])
-    if scope != "token":
+    if topk_over != "token":
         if values % block_size == 0:
             return memory.reshape(x.shape[0], values // block_size, block_size)
         if ceil_div(values, block_size) <= MAX_COLUMNS:
@@ -255,7 +255,7 @@ def _launch(
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if without_gaps(x) is not x:
         return None
-    rows = rows_of(x, blocks.block_size, blocks.scope)
+    rows = rows_of(x, blocks.block_size, blocks.topk_over)
     launch = input_launch(device, (rows.shape, rows.stride(), dtype, aligned), parts, autocast, blocks)
     if launch is None or launch.copied:
         return None
@@ -361,7 +361,7 @@ class CompressedConvolution(CompressedLayer, nn.Module):
     def rows(self, x: Tensor) -> Tensor:
         """Return an input as the rows ``[samples, rows, length]`` from which its blocks are cut."""
         batch = x.unsqueeze(0) if x.dim() == self.weight.dim() - 1 else x
-        return rows_of(without_gaps(batch), self.keep.block_size, self.keep.scope)
+        return rows_of(without_gaps(batch), self.keep.block_size, self.keep.topk_over)
 
 
 class CompressedConv1d(CompressedConvolution, nn.Conv1d):

@@ -47,9 +47,9 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
     TensorKey,
-    applied,
     choose_backend,
     in_plain_eager_mode,
+    make_apply,
     may_compress,
     no_view,
     on_device_of,
@@ -165,7 +165,7 @@ class GatedFunction(torch.autograd.Function):
         )
 
 
-_gated = applied(GatedFunction)
+_gated = make_apply(GatedFunction)
 
 
 def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, list[int]]:
@@ -380,7 +380,7 @@ def gated_product(
         check_input(x, function, exact=False)
     dtype = torch.promote_types(activated_dtype(a, function, widens), u.dtype)
     place = Place(SEPARATE, a.dim() - 1, a.requires_grad, u.requires_grad)
-    order = _permuted(a) if a.stride() == u.stride() else None
+    order = _find_order(a) if a.stride() == u.stride() else None
     if order is None:
         return cast(Tensor, _gated(a, u, place, function, block_size, dtype))
     z: Tensor = _gated(a.permute(order), u.permute(order), place, function, block_size, dtype)
@@ -399,7 +399,7 @@ def gated_halves(
     check_input(x, function, exact=False)
     dtype = activated_dtype(x, function, widens)
     dim, layout = dim % x.dim(), GATE_FIRST if gate_first else GATE_LAST
-    order = _permuted(x)
+    order = _find_order(x)
     if order is None:
         return cast(Tensor, _gated(x, None, Place(layout, dim, True, True), function, block_size, dtype))
     place = Place(layout, order.index(dim), True, True)
@@ -407,7 +407,7 @@ def gated_halves(
     return z.permute(inverse_order(order))
 
 
-def _permuted(x: Tensor) -> list[int] | None:
+def _find_order(x: Tensor) -> list[int] | None:
     """Return the dimensions in the order of memory, or ``None`` if they already are, or if one is expanded."""
     strides = x.stride()
     if x.is_contiguous() or 0 in strides:
@@ -441,7 +441,7 @@ class CompressedGatedMLP(CompressedGated):
     @property
     def traced(self) -> Traced:
         """Marked if the function is smooth: the inputs of the product are marked then, not that of the module."""
-        known = _known(getattr(self, self.replaced))
+        known = _is_known(getattr(self, self.replaced))
         return "marked" if known and self._stored()[0].function in SMOOTH else "own"
 
     def _dense_forward(
@@ -457,13 +457,13 @@ class CompressedGatedMLP(CompressedGated):
     def refusal(cls, layer: Any) -> str | None:
         """Return the reason not to compress ``layer``, or ``None`` if its activation function is known."""
         function = getattr(layer, cls.replaced, None)
-        if _known(function):
+        if _is_known(function):
             return None
         return f"its activation function, a {type(function).__name__}, is not one that is known"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the dense module, storing factors quantized if a gradient is recorded."""
-        if not (may_compress(x) and _known(getattr(self, self.replaced))):
+        if not (may_compress(x) and _is_known(getattr(self, self.replaced))):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         return self.output(self.hidden(x))
 
@@ -480,7 +480,7 @@ class CompressedGatedMLP(CompressedGated):
         if not (a.requires_grad or u.requires_grad) or a.shape != u.shape:
             return cast(Tensor, getattr(self, self.replaced)(a) * u)
         if self._is_marked():
-            return self._marked_product(a, u)
+            return self._multiply_marked(a, u)
         return gated_product(a, u, *self._stored())
 
     def product_of_halves(self, x: Tensor, dim: int, gate_first: bool) -> Tensor:
@@ -491,7 +491,7 @@ class CompressedGatedMLP(CompressedGated):
             return cast(Tensor, function(first) * second if gate_first else first * function(second))
         if self._is_marked():
             first, second = x.chunk(2, dim)
-            return self._marked_product(first, second) if gate_first else self._marked_product(second, first)
+            return self._multiply_marked(first, second) if gate_first else self._multiply_marked(second, first)
         function, block_size, widens = self._stored()
         return gated_halves(x, function, block_size, dim, gate_first, widens)
 
@@ -499,7 +499,7 @@ class CompressedGatedMLP(CompressedGated):
         """Return True if a compiler traces the dense module with marks in it."""
         return is_compiling() and self._state.marks is not None and not is_exporting()
 
-    def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
+    def _multiply_marked(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u`` by torch's operations, with marks for a compiler that packs the tensors of backward."""
         stored, _, widens = self._stored()
         a_read = self._state.mark_input(a, trained=False).to(activated_dtype(a, stored, widens))
@@ -511,7 +511,7 @@ class CompressedGatedMLP(CompressedGated):
         function = getattr(self, self.replaced)
         compressed = activation_class(type(function))
         assert compressed is not None
-        return compressed.stored_by(function, self.bits), self.block_size, compressed.widened_by(function)
+        return compressed.describe_stored(function, self.bits), self.block_size, compressed.is_widened(function)
 
 
 class CompressedLlamaMLP(CompressedGatedMLP):
@@ -594,7 +594,7 @@ class CompressedGLU(CompressedGated, nn.GLU):
         return gated_halves(input, function, self.block_size, self.dim, gate_first=False)
 
 
-def _known(function: nn.Module | None) -> bool:
+def _is_known(function: nn.Module | None) -> bool:
     """Return True if an activation module runs the forward of its class, and the class is supported."""
     if not isinstance(function, nn.Module) or "forward" in function.__dict__:
         return False

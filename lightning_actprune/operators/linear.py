@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec.blocks import (
-    AnyScope,
     Blocks,
+    TopkGroup,
     block_and_keep,
     ceil_div,
     sparsity_parts,
@@ -50,12 +50,12 @@ from lightning_actprune.codec.blocks import (
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
     TensorKey,
-    applied,
     as_dtype,
     autocast_dtype,
     cast_input,
     choose_backend,
     forced_backend,
+    make_apply,
     may_compress,
     no_view,
     on_device_of,
@@ -65,7 +65,7 @@ from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.pack_cache import OutputLayout, find_output, get_or_pack
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, Packed, kept_blocks, traced_pack
 from lightning_actprune.codec.packed import pack as pack_blocks
-from lightning_actprune.config import Keep, Operator, Scope, Selection
+from lightning_actprune.config import Keep, Operator, Selection, TopkOver
 from lightning_actprune.operators.base import CompressedLayer, LayerState, refuse_dtensors
 from lightning_actprune.operators.weight_grad import (
     as_input_rows,
@@ -90,7 +90,7 @@ class LinearFunction(torch.autograd.Function):
         """Return the exact output, and pack the input at a sparsity of ``parts`` (see ``codec.blocks``)."""
         # x [..., IN], weight [OUT, IN], bias [OUT] or None
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.samples_second = blocks.scope == "sample_second"
+        ctx.samples_second = blocks.topk_over == "sample_second"
         weight_kept = weight if ctx.needs_input_grad[0] else None
         autocast = autocast_dtype(x)
         if autocast is not None:
@@ -160,7 +160,7 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-_linear = applied(LinearFunction)
+_linear = make_apply(LinearFunction)
 
 
 def _cast_and_pack(
@@ -177,11 +177,11 @@ def _cast_and_pack(
     if launch is not None:
         x_rows = x_read.contiguous() if launch.copied else x_read
         return (x_read, x_rows), Packed(launch.pack(x_rows), *launch.layout)
-    stored, transposed = stored_view(x_read, blocks.block_size, blocks.scope)  # [samples, rows, length]
+    stored, transposed = stored_view(x_read, blocks.block_size, blocks.topk_over)  # [samples, rows, length]
     block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.bits)
     tensors = (pack_blocks if eager else traced_pack)(stored, block, keep, blocks.bits, blocks.selection)
     # If blocks run along the features of a transposed view, `stored` is a copy, which the product needs too.
-    x_rows = x_read if transposed or blocks.scope == "sample_second" else stored
+    x_rows = x_read if transposed or blocks.topk_over == "sample_second" else stored
     return (x_read, x_rows), Packed(tensors, stored_shape(x_read, transposed), transposed, block, blocks.bits)
 
 
@@ -269,7 +269,7 @@ def weight_grad_of(
     ``grad_y`` is the gradient of the output, inside attention ``[T, N, OUT]``; ``shape`` and ``transposed`` describe
     the stored input. The function takes the input as ``[batch * rows, length]``, and returns fp32, or fp64 for fp64.
     """
-    rows = _as_rows(grad_y.transpose(0, 1) if blocks.scope == "sample_second" else grad_y)
+    rows = _as_rows(grad_y.transpose(0, 1) if blocks.topk_over == "sample_second" else grad_y)
     dtype = torch.promote_types(grad_y.dtype, torch.float32)
 
     def weight_grad(stored: Tensor) -> Tensor:
@@ -304,10 +304,10 @@ def input_launch(
 
     Unless there is a ``new_cast``, they get ``cast_input(x, autocast, blocks.block_size)``.
     """
-    (shape, strides, dtype, _), (block_size, scope, bits, selection) = key, blocks
+    (shape, strides, dtype, _), (block_size, topk_over, bits, selection) = key, blocks
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x_read = cast_input(x, autocast, block_size)
-    stored, transposed = stored_view(x_read, block_size, scope)
+    stored, transposed = stored_view(x_read, block_size, topk_over)
     block, keep = block_and_keep(stored, block_size, parts, bits)
     copied = not _shares_memory(stored, x_read)
     if stored.numel() == 0 or kept_blocks(stored.shape, block, keep) > MAX_KEPT_BLOCKS or (copied and transposed):
@@ -317,7 +317,7 @@ def input_launch(
     from lightning_actprune.kernels.pack import pack_launch
 
     layout = stored_shape(x_read, transposed), transposed, block, bits
-    source = _castable(x, x_read, stored, transposed, block_size, scope)
+    source = _castable(x, x_read, stored, transposed, block_size, topk_over)
     new_cast = dtype_of_cast = None
     if source is not None:
         stored, dtype_of_cast = source, x_read.dtype
@@ -333,12 +333,12 @@ def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _castable(
-    x: Tensor, cast: Tensor, stored: Tensor, transposed: bool, block_size: int, scope: AnyScope
+    x: Tensor, cast: Tensor, stored: Tensor, transposed: bool, block_size: int, topk_over: TopkGroup
 ) -> Tensor | None:
     """Return the view of ``x`` that kernels can cast to ``stored``, a view of ``cast``, or ``None``."""
     if cast is x or x.dtype != torch.float32:
         return None
-    source, alike = stored_view(x, block_size, scope)
+    source, alike = stored_view(x, block_size, topk_over)
     views = _shares_memory(source, x) and _shares_memory(stored, cast)
     return source if views and alike == transposed and stored.is_contiguous() else None
 
@@ -411,7 +411,7 @@ def linear(
     sparsity: float,
     block_size: int = 32,
     bits: int | None = None,
-    scope: Scope = "sample",
+    topk_over: TopkOver = "sample",
     selection: Selection = "largest",
 ) -> Tensor:
     """Apply a linear layer that saves its input packed for backward.
@@ -429,8 +429,8 @@ def linear(
             along ``T`` for a transposed view ``[B, T, D]`` with ``T`` innermost in memory if that fills them up better.
         bits: Bits of each kept value, 2, 3, 4 or 8, with random errors of mean zero (``codec.formats``); ``None`` keeps
             values in their own type.
-        scope: Blocks that compete: ``"sample"``, those of ``x[i]`` (1-D and 2-D input: of a row); ``"token"``, those of
-            a row, along which blocks run.
+        topk_over: Blocks that compete: ``"sample"``, those of ``x[i]`` (1-D and 2-D input: of a row); ``"token"``,
+            those of a row, along which blocks run.
         selection: Which blocks are kept. ``"largest"``: those with the largest L2 norm (the paper). ``"swap"``: those
             with the largest norm times a random factor of at most 2^0.75 up or down, so that blocks near the threshold
             change places. ``"unbiased"``: blocks drawn at random, larger ones more often, and scaled up so that the
@@ -449,16 +449,16 @@ def linear(
         >>> linear(x, w, sparsity=0.5, block_size=16).shape
         torch.Size([8, 16, 32])
     """
-    return compressed_linear(x, weight, bias, *_setting(sparsity, block_size, bits, scope, selection))
+    return compressed_linear(x, weight, bias, *_setting(sparsity, block_size, bits, topk_over, selection))
 
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _setting(
-    sparsity: float, block_size: int, bits: int | None, scope: Scope, selection: Selection
+    sparsity: float, block_size: int, bits: int | None, topk_over: TopkOver, selection: Selection
 ) -> tuple[int, Blocks]:
     """Check the arguments and return them as parts and blocks; cached, so equal arguments are checked once."""
-    keep = Keep(bits, check_sparsity(sparsity), block_size, scope, selection)
-    return sparsity_parts(check_sparsity(sparsity)), Blocks(keep.block_size, scope, keep.stored_bits, selection)
+    keep = Keep(bits, check_sparsity(sparsity), block_size, topk_over, selection)
+    return sparsity_parts(check_sparsity(sparsity)), Blocks(keep.block_size, topk_over, keep.stored_bits, selection)
 
 
 # === Module classes ===================================================================================================
@@ -486,7 +486,7 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
         sparsity: Fraction of blocks dropped, in [0, 1). May be assigned between steps.
         block_size: Consecutive values per block, positive; shorter rows shorten it.
         bits: Bits of each kept value, ``None`` for values in their own type.
-        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
+        topk_over: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"``.
         device: Device of the parameters.
         dtype: Type of the parameters.
@@ -513,20 +513,20 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
         sparsity: float,
         block_size: int = 32,
         bits: int | None = None,
-        scope: Scope = "sample",
+        topk_over: TopkOver = "sample",
         selection: Selection = "largest",
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        keep = Keep(bits, check_sparsity(sparsity), block_size, scope, selection)
+        keep = Keep(bits, check_sparsity(sparsity), block_size, topk_over, selection)
         self._state = LayerState(keep, check_sparsity(sparsity))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         state, weight = self._state, self.weight  # read once: looking up attributes of a module takes time
         parts, blocks = state.parts.size(0), state.blocks
-        if state.keep.fine_rows and not input.is_nested:
+        if state.keep.min_rows_for_low_bits and not input.is_nested:
             parts, blocks = state.of(input)
         if not ((parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(input)):
             return F.linear(input, weight, self.bias)

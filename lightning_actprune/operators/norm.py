@@ -53,11 +53,11 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
     TensorKey,
-    applied,
     as_dtype,
     autocast_dtype,
     choose_backend,
     in_plain_eager_mode,
+    make_apply,
     may_compress,
     no_view,
     on_device_of,
@@ -68,7 +68,7 @@ from lightning_actprune.codec.pack_cache import remember_output
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import autocast_computes_in_fp32
 from lightning_actprune.config import Operator
-from lightning_actprune.operators.base import CompressedLayer, Traced, hooked
+from lightning_actprune.operators.base import CompressedLayer, Traced, has_hooks
 from lightning_actprune.operators.weight_grad import flat_parameter
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class NormFunction(torch.autograd.Function):
         bound = _launches.find((shape, setting, dtype), x, weight, bias, residual) if eager else None
         ctx.launched, ctx.residual = bound is not None, None if residual is None else residual.dtype
         if bound is None:
-            y, values, rstd, ctx.layout = _normalized(x, weight, bias, residual, shape, setting, dtype)
+            y, values, rstd, ctx.layout = _normalize(x, weight, bias, residual, shape, setting, dtype)
         else:
             launch, ctx.layout = bound
             with on_device_of(x):
@@ -190,7 +190,7 @@ class NormFunction(torch.autograd.Function):
         return grad_x.view(layout.shape), grad_weight, grad_bias, grad_residual
 
 
-_norm = applied(NormFunction)
+_norm = make_apply(NormFunction)
 
 
 def _laid_out(y: Tensor, x: Tensor, setting: NormSetting, eager: bool) -> Tensor:
@@ -235,7 +235,7 @@ def _of_parameter(total: Tensor | None, parameter: Parameter | None) -> Tensor |
 # === Reference in plain torch =========================================================================================
 
 
-def _normalized(
+def _normalize(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -684,7 +684,7 @@ class CompressedTimmResBlock(CompressedScale):
         if not self.keeps(branch, factors):
             return cast(Tensor, x + self.drop_path(factors * branch))
         wide = x.dtype == torch.float64 or not x.is_floating_point()
-        drops_nothing = type(self.drop_path) is nn.Identity and not hooked(self.drop_path)
+        drops_nothing = type(self.drop_path) is nn.Identity and not has_hooks(self.drop_path)
         if wide or x.shape != branch.shape or x.device != branch.device or not drops_nothing:
             return cast(Tensor, x + self.drop_path(self.scaled(branch, factors, None)))
         return self.scaled(branch, factors, None, x)

@@ -119,10 +119,10 @@ class RecomputedModule(Converted):
     def extra_repr(self) -> str:
         """Show the text of the dense module, and how its inputs are stored."""
         shown: str = super().extra_repr()  # type: ignore[misc]
-        return ", ".join(filter(None, (shown, f"recomputed from {kept_inputs(self.recompute)}")))
+        return ", ".join(filter(None, (shown, f"recomputed from {describe_inputs(self.recompute)}")))
 
 
-def kept_inputs(keep: Recompute) -> str:
+def describe_inputs(keep: Recompute) -> str:
     """Describe how inputs are stored, for printed modules and reports."""
     return "exact inputs" if keep.bits is None else f"inputs in {keep.bits} bits"
 

@@ -80,7 +80,7 @@ forward is stored because somebody may replace it later."""
 # === Compressed classes ===================================================================================
 
 
-def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+def find_compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     """Return the class that a layer of exactly this class becomes, or ``None`` if it is not supported."""
     if cls in CLASSES:
         return CLASSES[cls]
@@ -88,7 +88,7 @@ def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     return None if mixin is None else _derive("Compressed", mixin, cls, "keeps what backward needs compressed")
 
 
-def recomputed_class(cls: type[nn.Module]) -> type[Any]:
+def make_recomputed_class(cls: type[nn.Module]) -> type[Any]:
     """Return the class that a module of exactly this class becomes if it runs again in backward."""
     return _derive("Recomputed", RecomputedModule, cls, "runs again in backward")
 
@@ -118,7 +118,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     dense = dense.replace(_DOT, ".")
     cls = pkgutil.resolve_name(dense)
-    derived = recomputed_class(cls) if prefix == "Recomputed" else compressed_class(cls)
+    derived = make_recomputed_class(cls) if prefix == "Recomputed" else find_compressed_class(cls)
     if derived is None:
         raise ValueError(
             f"A pickled layer was a converted {dense}, but the forward of this class is not supported as its package "
@@ -128,11 +128,11 @@ def __getattr__(name: str) -> Any:
     return derived
 
 
-def known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+def find_known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     """Return ``cls`` if it is compressed, else the compressed class of it or of its first supported base."""
     if issubclass(cls, CompressedLayer):
         return cls
-    return next(filter(None, map(compressed_class, cls.__mro__)), None)
+    return next(filter(None, map(find_compressed_class, cls.__mro__)), None)
 
 
 _TABLES = (
@@ -245,7 +245,7 @@ def operator_of(module: nn.Module) -> Operator | None:
         return LEFT_DENSE[type(module)][0]
     if convolution.is_transposed(module):
         return "convolution"
-    cls = known_class(type(module))
+    cls = find_known_class(type(module))
     return None if cls is None else cls.operator_of(module)
 
 
@@ -305,5 +305,5 @@ def as_cut(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Return True for the linear layer of transformers whose weight is ``[IN, OUT]``."""
-    cls = known_class(type(module))
+    cls = find_known_class(type(module))
     return cls is not None and issubclass(cls, linear.CompressedConv1D)

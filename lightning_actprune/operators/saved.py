@@ -239,8 +239,8 @@ class SavedTensorCompression:
         parameter_bits: Bits of what only the gradient of a parameter needs, by default those of ``keep``.
         operations: Bits by the name of an operation, as tables show it (``"grid_sampler2_d"``), in place of those by
             ``codec.saved_ops``; ``None`` for uncompressed.
-        attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attended``, 0 for
-            uncompressed; by default those of ``keep``.
+        attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attention_out``; 0
+            for uncompressed. By default those of ``keep``.
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
             a strategy may route the whole step through, is no scope, but those of the modules in it are.
 
@@ -276,7 +276,7 @@ class SavedTensorCompression:
             raise ValueError("`keep` must have `bits`: without, no tensor would be packed. HINT: Keep(bits=8).")
         self._block_size, self._bits = keep.block_size, keep.bits
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
-        bits = dict.fromkeys(("saved", "query", "key", "value", "attended"), keep.bits) | dict(attention or {})
+        bits = dict.fromkeys(("saved", "query", "key", "value", "attention_out"), keep.bits) | dict(attention or {})
         self._policy = Policy(
             **bits,
             parameter=check_bits(parameter_bits, "parameter_bits") or keep.bits,
@@ -311,7 +311,7 @@ class SavedTensorCompression:
             left = tuple((name, bits) for name, bits in policy.operations if not bits)
             policy = replace(policy, saved=0, parameter=0, operations=left)
         if inside:
-            policy = replace(policy, query=0, key=0, value=0, attended=0)
+            policy = replace(policy, query=0, key=0, value=0, attention_out=0)
         return Model(**vars(policy), block_size=self._block_size, min_values=self.min_values)
 
     def __enter__(self) -> Self:

@@ -275,7 +275,7 @@ def weight_grad_behind_norm(
     """
     values, weight, bias = kept[0], flat_parameter(kept[1]), flat_parameter(kept[2])
     if layout.order == "columns":
-        dense = _scaled_columns(values, weight, bias, layout, grad_y.dtype, eager)
+        dense = _scale_columns(values, weight, bias, layout, grad_y.dtype, eager)
         return dense_weight_grad(grad_y, dense.view(layout.shape[1], -1).t(), dtype)
     if not eager:
         batch, rows, length = layout.shape
@@ -294,7 +294,7 @@ def weight_grad_behind_norm(
     return as_dtype(grad, dtype)
 
 
-def _scaled_columns(
+def _scale_columns(
     values: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

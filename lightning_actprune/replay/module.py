@@ -73,7 +73,7 @@ class ReplayedModule(Converted):
     _replay: ModuleReplay
 
 
-def replayed_class(cls: type[nn.Module]) -> type[Any]:
+def make_replayed_class(cls: type[nn.Module]) -> type[Any]:
     """Return the replayed class of a module class, the same one each time."""
     if cls not in _classes:
 
@@ -102,7 +102,7 @@ def replay_module(module: nn.Module, name: str, make_recorder: Callable[[], Reco
         make_recorder: Makes what captures.
     """
     replay = module._replay = ModuleReplay(module, name, make_recorder)  # type: ignore[assignment]
-    module.__class__ = replayed_class(type(module))
+    module.__class__ = make_replayed_class(type(module))
     return replay
 
 

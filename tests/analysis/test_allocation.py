@@ -171,7 +171,7 @@ def test_convert_takes_the_rules_behind_those_of_the_user(own: dict[str, Any], n
     for number in numbers:
         report = assert_convert_takes(model, search, number, own)
         first = {layer.keep for layer in report.layers if layer.fqn.endswith(".first")}
-        assert "*.first" not in own or first == {Keep(bits=8, max_dropped_energy=0.2, fine_rows=1024)}
+        assert "*.first" not in own or first == {Keep(bits=8, max_dropped_energy=0.2, min_rows_for_low_bits=1024)}
 
 
 def test_names_may_have_the_characters_of_patterns():

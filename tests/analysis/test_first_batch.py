@@ -167,14 +167,14 @@ def spread_and_concentrated() -> nn.Sequential:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "scope"), [((5, 64), "sample"), ((3, 7, 50), "token"), ((64, 1), "sample"), ((2, 3, 4, 33), "sample")]
+    ("shape", "topk_over"), [((5, 64), "sample"), ((3, 7, 50), "token"), ((64, 1), "sample"), ((2, 3, 4, 33), "sample")]
 )
-def test_energy_is_what_the_unpacked_input_lacks(shape, scope, transposed):
+def test_energy_is_what_the_unpacked_input_lacks(shape, topk_over, transposed):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if transposed:
         x = x.transpose(-1, -2)
-    kept = unpacked(x, packed(x, 16, 0.4, scope)[0])
-    dropped, total = dropped_energy(x, 0.4, Blocks(16, scope)).tolist()
+    kept = unpacked(x, packed(x, 16, 0.4, topk_over)[0])
+    dropped, total = dropped_energy(x, 0.4, Blocks(16, topk_over)).tolist()
     torch.testing.assert_close(torch.tensor(total), x.square().sum())
     torch.testing.assert_close(torch.tensor(total - dropped), kept.square().sum())
 

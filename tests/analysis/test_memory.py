@@ -93,7 +93,7 @@ def test_the_batch_does_not_count(in_batch: bool):
 
 
 def test_a_layer_called_twice_sums_its_calls():
-    layer = ActivationPrunedLinear(64, 64, sparsity=0.6, block_size=24, scope="token")
+    layer = ActivationPrunedLinear(64, 64, sparsity=0.6, block_size=24, topk_over="token")
     model, x = nn.Sequential(layer, nn.GELU(), layer), torch.randn(2, 4, 64)
     [row] = measure(model, x).rows
     assert (row.kind, row.sparsity) == ("ActivationPrunedLinear", 0.6)
@@ -282,7 +282,10 @@ def attention(**rules: Keep | None) -> tuple[nn.Module, Tensor]:
 
     norms = {name: nn.LayerNorm(64) for name in ("norm", "second")}
     model = Calls(forward, **norms, **{name: nn.Linear(64, 64) for name in ("q", "k", "v", "out", "late")})
-    convert(model, rules={**rules, "type:linear": Keep(bits=2, fine_rows=0), "type:norm": Keep(bits=4), "*": None})
+    convert(
+        model,
+        rules={**rules, "type:linear": Keep(bits=2, min_rows_for_low_bits=0), "type:norm": Keep(bits=4), "*": None},
+    )
     return model, torch.randn(4, 16, 64).requires_grad_()
 
 
@@ -312,7 +315,7 @@ def test_a_pack_that_is_not_made_counts_for_nothing_unless_a_schedule_will_drop_
         return sum(model.fc(one) for one in inputs)
 
     model, x = Calls(forward, norm=nn.LayerNorm(64), fc=nn.Linear(64, 64)), torch.randn(4, 16, 64).requires_grad_()
-    convert(model, rules={"type:linear": Keep(bits=4, fine_rows=0), "type:norm": Keep(bits=8), "*": None})
+    convert(model, rules={"type:linear": Keep(bits=4, min_rows_for_low_bits=0), "type:norm": Keep(bits=8), "*": None})
     with RetentionProbe(model, x, sparsity=sparsity) as probe:
         model(x).sum().backward()
     # Of 4 bytes a value freed once, seven packs of four bits add 3.9, and eight 4.5.

@@ -71,7 +71,7 @@ def compared(exact: Tensor, pruned: Tensor) -> tuple[float, float]:
     ("kind", "autocast", "options"),
     [
         ("three", False, {}),
-        ("three", False, {"scope": "token"}),
+        ("three", False, {"topk_over": "token"}),
         ("three", False, {"selection": "swap"}),
         ("called twice", False, {"selection": "unbiased"}),
         ("token mixing", True, {}),
@@ -104,7 +104,7 @@ def test_what_is_measured_is_what_training_does(kind: str, autocast: bool, optio
     exact, trained = [gradients(model, x, autocast) for x in batches], {}
     for setting in {(row.sparsity, row.bits) for row in found.rows} - {(0, None)}:
         pruned_model = copy.deepcopy(model)
-        keep = Keep(sparsity=setting[0], bits=setting[1], fine_rows=0, **options)
+        keep = Keep(sparsity=setting[0], bits=setting[1], min_rows_for_low_bits=0, **options)
         convert(pruned_model, rules={"type:linear": keep, "type:convolution": keep, "*": None})
         trained[setting] = [gradients(pruned_model, x, autocast) for x in batches]
     for row in found.rows:
@@ -132,7 +132,7 @@ def test_pruned_models_are_measured_as_they_would_be_dense(kind):
     make, shape = MODELS[kind]
     dense, x = make(), torch.randn(shape)
     pruned, options = copy.deepcopy(dense), SMALL | {"names": "*"}
-    keep = Keep(4, 0.7, fine_rows=0)
+    keep = Keep(4, 0.7, min_rows_for_low_bits=0)
     convert(pruned, rules={"type:linear": keep, "type:convolution": keep, "*": None})
     kinds = [type(module) for module in pruned.modules()]
     expected = measure_sensitivity(dense, square(dense), [x], **options)
@@ -156,7 +156,7 @@ def test_pruned_models_are_measured_as_they_would_be_dense(kind):
         ({"names": [3]}, TypeError),
         ({"names": "fc3"}, ValueError),
         ({"block_size": 4}, ValueError),
-        ({"scope": "all"}, ValueError),
+        ({"topk_over": "all"}, ValueError),
         ({"seed": 0.5}, TypeError),
         ({"batches": []}, ValueError),
         ({"loss": lambda x: 1.0}, TypeError),

@@ -209,10 +209,14 @@ def quiet(**options: Any) -> ActivationPruning:
 SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
     "max that drops": lambda: [quiet()],
     "judged at the end of a schedule": lambda: [
-        ActivationPruning(rules={"type:linear": Keep(4, CubicSchedule(end=0.8), max_dropped_energy=0.5, fine_rows=0)})
+        ActivationPruning(
+            rules={"type:linear": Keep(4, CubicSchedule(end=0.8), max_dropped_energy=0.5, min_rows_for_low_bits=0)}
+        )
     ],
     "at random": lambda: [
-        ActivationPruning(rules={"type:linear": Keep(4, 0.5, selection="unbiased", fine_rows=0), "*": "max"})
+        ActivationPruning(
+            rules={"type:linear": Keep(4, 0.5, selection="unbiased", min_rows_for_low_bits=0), "*": "max"}
+        )
     ],
     "two of them": lambda: [
         quiet(rules={"late": None, "spread.1": None}, skip_retained=False),

@@ -289,7 +289,11 @@ SPREAD, CONCENTRATED = "body.0", "body.2"
 
 
 def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dict[str, Keep | None]:
-    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit, fine_rows=0), "*": None}
+    return {
+        "head": None,
+        "type:linear": Keep(bits, sparsity, max_dropped_energy=limit, min_rows_for_low_bits=0),
+        "*": None,
+    }
 
 
 class Uneven(Net):

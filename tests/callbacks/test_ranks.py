@@ -445,7 +445,7 @@ class Forked(Net):
 def decided_by_energy(folder: Path) -> Any:
     model, callbacks, schedule = Forked(batch_size=2), list[ActivationPruning](), LinearSchedule(end=0.5, until=0.5)
     for name, limit in LIMITS.items():
-        rules = {name: Keep(4, schedule, max_dropped_energy=limit, fine_rows=0), "*": None}
+        rules = {name: Keep(4, schedule, max_dropped_energy=limit, min_rows_for_low_bits=0), "*": None}
         callbacks.append(ActivationPruning(rules=rules, verbose=0))
     model.watch = lambda m: (m.low.sparsity, m.high.sparsity)
     fit_both(model, folder, *callbacks)

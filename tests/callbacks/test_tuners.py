@@ -76,7 +76,12 @@ def _files_in_a_temporary_folder(tmp_path, monkeypatch):
 SETTINGS: dict[str, dict[str, Any]] = {
     "max that drops": {"preset": "max", "sparsity": 0.5},
     "judged, values as they are": {"rules": {"type:linear": Keep(None, 0.5, max_dropped_energy=0.2), "*": None}},
-    "up": {"rules": {"type:linear": Keep(4, LinearSchedule(0.6), fine_rows=0, max_dropped_energy=0.2), "*": None}},
+    "up": {
+        "rules": {
+            "type:linear": Keep(4, LinearSchedule(0.6), min_rows_for_low_bits=0, max_dropped_energy=0.2),
+            "*": None,
+        }
+    },
     "down": {"sparsity": LinearSchedule(start=0.8, end=0.1)},
 }
 
@@ -95,7 +100,7 @@ def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: st
 
 
 def judged() -> ActivationPruning:
-    keep = Keep(4, 0.5, fine_rows=0, max_dropped_energy=0.2)
+    keep = Keep(4, 0.5, min_rows_for_low_bits=0, max_dropped_energy=0.2)
     return ActivationPruning(rules={"type:linear": keep, "*": None}, verbose=False)
 
 

@@ -79,14 +79,14 @@ def test_bytes_formula_of_the_design():
     assert everything.stored_bytes(4, 4) == 32 * competing * 10
 
 
-@pytest.mark.parametrize("scope", ["sample", "token"])
-def test_a_transposed_input_takes_no_more_than_either_orientation(scope):
+@pytest.mark.parametrize("topk_over", ["sample", "token"])
+def test_a_transposed_input_takes_no_more_than_either_orientation(topk_over):
     sizes = [(196, 384), (384, 196), (64, 128), (5, 12), (2, 7), (0, 8)]
     for (tokens, features), block_size in itertools.product(sizes, (1, 4, 32, 100, 999)):
-        geometry = input_geometry(torch.zeros(2, features, tokens).transpose(1, 2), block_size, 0.0, scope)
+        geometry = input_geometry(torch.zeros(2, features, tokens).transpose(1, 2), block_size, 0.0, topk_over)
         filled = [geometry.kept_blocks * geometry.block_size]
         for shape in ((2, tokens, features), (2, features, tokens)):
-            other = input_geometry(torch.zeros(shape), block_size, 0.0, scope)
+            other = input_geometry(torch.zeros(shape), block_size, 0.0, topk_over)
             filled.append(other.kept_blocks * other.block_size)
         assert filled[0] == min(filled)
         if filled[1] == filled[2]:

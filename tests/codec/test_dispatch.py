@@ -16,7 +16,6 @@ from lightning_actprune.codec.dispatch import (
     Machine,
     SimulatedGPU,
     act_as,
-    applied,
     as_operator,
     choose_backend,
     force_backend,
@@ -24,6 +23,7 @@ from lightning_actprune.codec.dispatch import (
     in_operator,
     in_plain_eager_mode,
     kernel_refusals,
+    make_apply,
     may_keep_memory,
     no_view,
     once_differentiable,
@@ -184,7 +184,7 @@ class Product(torch.autograd.Function):
         return grad * w, 2 * grad * x  # the frame adds a None for `name` and one for `eager`
 
 
-product = applied(Product)
+product = make_apply(Product)
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,7 @@ class Rows(torch.autograd.Function):
         return (2 * grad.reshape(ctx.shape),)
 
 
-rows_of = applied(Rows)
+rows_of = make_apply(Rows)
 addresses: list[int] = []
 
 

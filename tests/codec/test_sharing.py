@@ -59,7 +59,7 @@ def test_three_layers_keep_one_packed_input_and_get_the_gradients_of_their_own(d
 
 def test_other_settings_share_nothing():
     x = torch.randn(2, 6, 16)
-    settings = {}, {"sparsity": 0.25}, {"block_size": 4}, {"scope": "token"}, {"selection": "swap"}, {"bits": 4}
+    settings = {}, {"sparsity": 0.25}, {"block_size": 4}, {"topk_over": "token"}, {"selection": "swap"}, {"bits": 4}
     settings = *settings, {"bits": 2}, {"bits": 4, "sparsity": 0.0}
     assert distinct(*(layer(x, **one)[1] for one in settings)) == len(settings)
     with torch.autocast("cpu", torch.bfloat16):

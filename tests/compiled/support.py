@@ -19,7 +19,7 @@ from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Mark, Model, mark_input, mark_output
 
-MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)
+MODEL = Model(saved=8, query=8, key=8, value=4, attention_out=8, min_values=1024)
 
 
 class Marked(nn.Module):

@@ -210,14 +210,16 @@ def test_relu_needs_signs_and_pooling_a_shape():
 
 
 @pytest.mark.parametrize(
-    ("bits", "scope", "parts"),
+    ("bits", "topk_over", "parts"),
     [(8, "sample", 0), (0, "sample", HALF), (4, "sample", HALF), (4, "token", HALF), (2, "sample", HALF)],
 )
-def test_a_weight_gradient_is_that_of_the_packed_bytes_and_dropped_blocks_those_of_eager(bits, scope, parts):
+def test_a_weight_gradient_is_that_of_the_packed_bytes_and_dropped_blocks_those_of_eager(bits, topk_over, parts):
     layer, block = nn.Linear(64, 96), 16 if parts else 32
-    model = nn.Sequential(nn.Softsign(), Marked(layer, mark("linear", bits, scope=scope, block_size=block), parts))
+    model = nn.Sequential(
+        nn.Softsign(), Marked(layer, mark("linear", bits, topk_over=topk_over, block_size=block), parts)
+    )
     found = step(model, x := torch.randn(4, 16, 64))
-    stored = F.softsign(x) if scope == "sample" else F.softsign(x).view(64, 1, 64)
+    stored = F.softsign(x) if topk_over == "sample" else F.softsign(x).view(64, 1, 64)
     stored, count = (stored, stored.shape[1] * 4 // 2) if parts else (stored.view(1, -1, 32), ALL_BLOCKS)
     packed = pack(stored, block, count, bits)
     read = unpack(*packed, *((64, 64) if parts else (128, 32)), block, bits, x.dtype).view_as(x)

@@ -171,7 +171,7 @@ def test_some_powers_and_norms_may_not():
 
 # Eager mode and compiled code.
 
-MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, parameter=2, min_values=64, unmarked_layers=True)
+MODEL = Model(saved=8, query=8, key=8, value=4, attention_out=8, parameter=2, min_values=64, unmarked_layers=True)
 
 
 def attention(x: Tensor) -> Tensor:

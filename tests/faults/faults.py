@@ -107,8 +107,8 @@ FAULTS = [
           "operators/test_norm.py kernels/test_norm.py kernels contract"),
     # === Operators ===================================================================================================
     Fault("block_size_ignored", "the block size of a call is ignored", "operators/linear.py",
-          "Blocks(keep.block_size, scope, keep.stored_bits, selection)",
-          "Blocks(Keep.block_size, scope, keep.stored_bits, selection)",
+          "Blocks(keep.block_size, topk_over, keep.stored_bits, selection)",
+          "Blocks(Keep.block_size, topk_over, keep.stored_bits, selection)",
           "operators/test_weight_grad.py operators/test_linear.py codec/test_packed.py contract operators"),
     Fault("turned_rows", "gradients of attention meet the rows of another sample", "operators/linear.py",
           "rows = _as_rows(grad_output.transpose(0, 1)) if is_turned else grad_rows",

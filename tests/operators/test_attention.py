@@ -111,7 +111,7 @@ def test_weight_gradients_are_those_of_the_pruned_inputs(name: str):
 
     for scope, need_weights in (("sample", True), ("token", False)):
         dense, inputs = case.make(torch.float64), case.tensors(torch.float64)
-        pruned = pruned_copy(dense, scope=scope)
+        pruned = pruned_copy(dense, topk_over=scope)
         output, weights = pruned(*inputs, need_weights=need_weights)
         wanted, wanted_weights = expected(dense, tuple(samples_first(x) for x in inputs), scope)
         torch.testing.assert_close(samples_first(output), wanted)

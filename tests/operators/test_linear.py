@@ -104,7 +104,7 @@ def test_only_the_weight_gradient_is_approximate_and_within_twice_torchs_own_err
     make, shape, block_size, scope = CASES[name]
     dense, x = make(device=device, dtype=dtype), leaf(*shape, last=last, dtype=dtype, device=device)
     operator = "linear" if name in LINEAR else "convolution"
-    ours = compressed(dense, operator, sparsity=SPARSITY, block_size=block_size, scope=scope)
+    ours = compressed(dense, operator, sparsity=SPARSITY, block_size=block_size, topk_over=scope)
     y, right = ours(x), dense(x)
     grad = torch.randn_like(right)
     (dx, dw, db), exact = grads_of(ours, x, grad), grads_of(dense, x, grad)
@@ -223,7 +223,7 @@ def test_a_layer_may_be_built_as_it_is():
 
 # Inputs of few rows: eight bits and all blocks, in what is stored, in what is counted and in gradients.
 
-FINE = {"bits": 2, "sparsity": 0.5, "fine_rows": 32}
+FINE = {"bits": 2, "sparsity": 0.5, "min_rows_for_low_bits": 32}
 
 
 def stored(model: nn.Module, *inputs: Tensor) -> list[tuple[int, int, int | None]]:
@@ -236,7 +236,7 @@ def eight_bits(rows: int, features: int) -> int:
     return rows * features // 32 * 34
 
 
-def test_fine_rows_are_kept_in_eight_bits_and_all_of_them():
+def test_few_rows_are_kept_in_eight_bits_and_all_of_them():
     dense, few, many = nn.Linear(64, 64), torch.randn(31, 64), torch.randn(32, 64)
     model, other = (compressed(nn.Sequential(dense), **how) for how in (FINE, {"bits": 8}))
     assert stored(model, few) == [(eight_bits(31, 64), eight_bits(31, 64), 8)]

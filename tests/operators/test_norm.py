@@ -20,7 +20,7 @@ from lightning_actprune.kernels import channel_norm as kernels
 from lightning_actprune.operators import channel_norm as operators
 from lightning_actprune.operators.channel_norm import ChannelSetting, Running, channel_norm
 from lightning_actprune.operators.norm import Affine, NormSetting, norm, scaled
-from lightning_actprune.operators.registry import compressed_class, operator_of
+from lightning_actprune.operators.registry import find_compressed_class, operator_of
 from tests.kernels.agreement import small_tiles
 from tests.support import oracle
 from tests.support.compressed import compressed
@@ -225,10 +225,10 @@ def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):
 def test_only_exact_classes_are_known():
     for base in (nn.LayerNorm, nn.BatchNorm2d):
         other = type("Other", (base,), {})
-        assert compressed_class(other) is None
+        assert find_compressed_class(other) is None
         assert operator_of(other(8)) == "norm"
     assert operator_of(nn.SyncBatchNorm(8)) == "norm"
-    assert all(compressed_class(c) is None for c in (nn.InstanceNorm2d, nn.LazyBatchNorm2d, nn.SyncBatchNorm))
+    assert all(find_compressed_class(c) is None for c in (nn.InstanceNorm2d, nn.LazyBatchNorm2d, nn.SyncBatchNorm))
 
 
 @pytest.mark.foreign

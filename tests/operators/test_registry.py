@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_actprune import convert, revert
 from lightning_actprune.operators.norm import CompressedLlamaRMSNorm
-from lightning_actprune.operators.registry import compressed_class, has_same_forward_code, operator_of
+from lightning_actprune.operators.registry import find_compressed_class, has_same_forward_code, operator_of
 
 LLAMA = "transformers.models.llama.modeling_llama"
 NORM = """
@@ -50,7 +50,7 @@ def original(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
 
 
 def is_supported(cls: type[nn.Module]) -> bool:
-    compressed = compressed_class(cls)
+    compressed = find_compressed_class(cls)
     assert compressed is None or issubclass(compressed, CompressedLlamaRMSNorm)
     return compressed is not None
 

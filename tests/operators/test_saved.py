@@ -309,7 +309,7 @@ def test_a_meter_credits_what_waits_to_the_module_that_saved_it():
 
     block, x = Runs(run), activation()
     block.qkv, block.proj, model = nn.Linear(64, 192), nn.Linear(64, 64), nn.Sequential(block)
-    convert(model, rules={"type:linear": Keep(bits=2, fine_rows=0), "*": None})
+    convert(model, rules={"type:linear": Keep(bits=2, min_rows_for_low_bits=0), "*": None})
     for meter in (nullcontext(), SavedTensorMeter(model)):
         with SavedTensorCompression(model, min_values=256) as saving, meter:
             model(x)
