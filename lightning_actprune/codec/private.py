@@ -15,6 +15,7 @@ Name, in ``torch._C`` or as given      What it tells or does             Without
 ``torch.utils._python_dispatch``       Their names                       A fit does not warn about them.
   ``._get_current_...``
 ``_DisableTorchDispatch``              Hides a product from them         They see a product of empty matrices.
+``DisableTorchFunction``               Hides packing from function modes  They see it; CUDA graphs start later.
 ``_is_tracing``                        Does ``torch.jit`` trace?         ``torch.jit.is_tracing``
 ``torch.compiler._is_exporting_flag``  Does the compiler export?         ``torch.compiler.is_exporting``. In some
                                                                          versions it leaves more layers dense.
@@ -166,6 +167,7 @@ is_legacy_batchedtensor: Callable[[Tensor], bool] = look_up(
 )
 len_torch_dispatch_stack: Callable[[], int] = look_up("torch._C._len_torch_dispatch_stack", _count_modes)
 dispatch_modes: Callable[[], list[Any]] = _modes or list
+no_function_modes: Callable[[], AbstractContextManager[Any]] = look_up("torch._C.DisableTorchFunction", nullcontext)
 no_dispatch_modes: Callable[[], AbstractContextManager[Any]] = look_up("torch._C._DisableTorchDispatch", nullcontext)
 is_tracing: Callable[[], bool] = look_up("torch._C._is_tracing", look_up("torch.jit.is_tracing", lambda: False))
 

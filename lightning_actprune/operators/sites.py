@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec.pack_cache import place_of
-from lightning_actprune.codec.private import get_sequence_nr
+from lightning_actprune.codec.private import get_sequence_nr, no_function_modes
 from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
@@ -307,14 +307,15 @@ class Operations:
         """
         if not self._waiting:
             return
-        self._find(tensors_in(outputs))
-        if not depth:
-            lost = [stay for stay in self._waiting if stay.site is _NOWHERE]
-            if any(stay.site_at(None) not in self._sites for stay in lost):
-                self._find(tensors_in(left()))
-            for stay in lost:
-                stay.site = stay.site_at(None) if stay.site is _NOWHERE else stay.site
-        self._store_ready(depth)
+        with no_function_modes():  # which see nothing of what hooks pack inside an operation, either
+            self._find(tensors_in(outputs))
+            if not depth:
+                lost = [stay for stay in self._waiting if stay.site is _NOWHERE]
+                if any(stay.site_at(None) not in self._sites for stay in lost):
+                    self._find(tensors_in(left()))
+                for stay in lost:
+                    stay.site = stay.site_at(None) if stay.site is _NOWHERE else stay.site
+            self._store_ready(depth)
 
     def interrupted(self) -> None:
         """Leave all that waits uncompressed: the next forward decides."""

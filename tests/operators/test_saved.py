@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -273,6 +274,21 @@ def test_what_readers_of_different_bits_save_is_stored_once_with_the_most_bits()
             torch.testing.assert_close(gradients(model, x), found, rtol=0, atol=0)
         for gradient, exact in zip(found, expected, strict=True):
             assert (gradient - exact).norm() <= typical(8) * exact.norm()
+
+
+def test_function_modes_do_not_see_packing():
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model, x, names = Runs(lambda x, g: (x * g).square() + x, (64,)), activation(), list[str]()
+    with SavedTensorCompression(model, min_values=256) as saving:
+        for _ in range(4):  # outliers are looked for in three of them
+            with Names():
+                model(x)
+    assert packed(saving) > 0
+    assert names == 4 * ["mul", "square", "add"]
 
 
 def test_a_meter_counts_what_is_kept():
