@@ -6,9 +6,9 @@ storages behind them and credits each to the running module. That is exact, cost
 activation before it, a sister layer, the batch), the layer frees nothing by dropping it, so such bytes count once,
 where they stay.
 
-What the whole model would keep without conversion is the union of two sets of storages: those that converted modules
-would keep (``analysis.dense_footprint``), and those that everything else keeps, or would keep if they were not packed.
-Under autocast these include the copies of weights that dense layers keep.
+The dense memory of the whole model is the union of two sets of storages: those that converted modules would keep if
+they were dense (``analysis.dense_footprint``), and those that everything else keeps, or would keep unpacked. Under
+autocast these include the copies of weights that dense layers keep.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def group_compiled(rows: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
 
 
 def describe_memory(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
-    """Return what the whole model keeps, and what it would keep if it were dense.
+    """Return a sentence with the memory of the whole model, now and dense.
 
     Args:
         report: The measurement.

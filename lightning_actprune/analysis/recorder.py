@@ -11,8 +11,8 @@ references. These keep nothing alive, and an address that is used again is not m
 copy wherever the input needs a gradient (``dx = g W``). A compressed layer saves the parameter itself, which exists
 anyway, and casts it once more. Autocast copies an fp32 leaf that needs a gradient once per region, from the outermost
 ``with torch.autocast`` to its end, and shares the copy with everyone who multiplies by that leaf. So leaf and region
-identify the copy. Of all other tensors, such as a part of an in-projection, and of all leaves with
-``cache_enabled=False``, it makes a new copy each time. Torch does not say which region it is in. We find it through
+identify the copy. It copies all other tensors anew each time, such as a part of an in-projection, and with
+``cache_enabled=False`` all leaves, too. Torch does not say which region it is in. We find it through
 autocast's copy of a leaf of our own, on the CPU and without values: within a region, its node in the graph is the same
 object.
 """

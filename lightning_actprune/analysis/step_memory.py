@@ -12,7 +12,7 @@ The peak of the step is max M_i. If a fraction f of the activations were not kep
 
 which stops falling where something else is the peak, such as gradients and optimizer state, or temporary tensors.
 
-What autograd keeps is known without the allocator. Saved-tensor hooks see each tensor when it is saved, a weak
+Activations are counted without the allocator. Saved-tensor hooks see each tensor when it is saved, a weak
 reference to what the graph holds in its place shows when it is released, and the running node names the operation when
 backward reads it. On CUDA the allocator is also read at each of these moments and its peak statistics are reset, so the
 peak of every interval is measured, including temporary tensors. That takes some 20 us per moment.

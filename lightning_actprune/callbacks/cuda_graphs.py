@@ -168,7 +168,7 @@ def _find_hookable(model: nn.Module) -> set[nn.Module]:
 
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
-    """Return why no module of a fit is replayed, or ""."""
+    """Return the reason that keeps a whole fit eager, or ""."""
     if reason := refusal("A replay", FOR_REPLAYS):
         return reason
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -179,7 +179,7 @@ def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: boo
 
 
 def why_module_eager(module: nn.Module) -> str:
-    """Return why a module is not replayed, or ""."""
+    """Return the reason that keeps a module eager, or ""."""
     if is_compiled(module):
         return _COMPILED
     if isinstance(module, ReplayedModule):

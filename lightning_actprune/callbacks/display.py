@@ -118,7 +118,7 @@ def tabulate_decision(decision: Decision) -> Iterator[Table]:
 
 
 def describe_compiled(rows: Sequence[Row]) -> str:
-    """Return how much compiled code keeps of what backward reads."""
+    """Return a sentence with the memory of compiled code, dense and now."""
     dense, stored = (sum(getattr(row, of) for row in rows) for of in ("dense_bytes", "stored_bytes"))
     how = Counter(row.how for row in rows)
     parts = [f"{how[name]} {words}" for name, words in (("packed", "packed"), ("again", "computed again")) if how[name]]

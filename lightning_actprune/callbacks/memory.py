@@ -80,8 +80,8 @@ class ActivationMemoryMonitor(TrainerCallback):
     Where compiled code hides converted layers, it is unknown what the dense model would keep. Then
     ``actprune/stored_mib`` replaces the first four, also in the progress bar. The table still lists how compiled code
     keeps each layer (``ActivationPruning.compiled``), beside what backward reads; the compiler of a dense model may
-    recompute some of that. It does not if code was compiled for several batch sizes. Of blocks that share their code
-    one is listed, and the others count as "everything else".
+    recompute some of that. It does not if code was compiled for several batch sizes. If blocks share their
+    code, one of them is listed, and the others count as "everything else".
 
     "Kept anyway" in the table means that something else keeps the input of the layer too, such as a ReLU before it, a
     sister layer or the batch. A dense layer then costs nothing there, and packing adds what it stores.
@@ -142,8 +142,8 @@ class ActivationMemoryMonitor(TrainerCallback):
     def history(self) -> list[dict[str, float | None]]:
         """The totals of each measured epoch in the current or the last fit, as flat rows for a DataFrame.
 
-        A row has ``epoch``, ``step`` (``trainer.global_step`` in the measured step) and ``MemoryReport.totals``. Of a
-        longer training it has the latest 1000 epochs.
+        A row has ``epoch``, ``step`` (``trainer.global_step`` in the measured step) and ``MemoryReport.totals``. Only
+        the latest 1000 epochs are kept.
         """
         return [dict(row) for row in self._history]
 

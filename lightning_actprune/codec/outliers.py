@@ -20,8 +20,13 @@ _SAMPLE = 2**20
 _LOST_SHARE = 1 / 4
 """Share of a block's values that may be off by more than half of themselves."""
 _FIRST_CALLS = 1, 2, 4, 8, 16, 32, 64
-_CHECKED_EVERY = 127
-"""Calls of compiled code that look for outliers: these, and multiples of a prime, since blocks may share a graph."""
+CHECKED_EVERY = 127
+"""Outliers are looked for in these first calls, and then in multiples of a prime, since blocks may share a graph."""
+
+
+def is_check_due(call: int) -> bool:
+    """Return True if a forward or a call of compiled code, counted from 1, looks for outliers."""
+    return call in _FIRST_CALLS or call % CHECKED_EVERY == 0
 
 
 def loses_values(x: Tensor, block: int) -> bool:
@@ -67,7 +72,7 @@ class CheckedQuantize(Quantize):
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``quantize(x, block_size, bits)``."""
         self._calls += 1
-        if self._calls in _FIRST_CALLS or self._calls % _CHECKED_EVERY == 0:
+        if is_check_due(self._calls):
             _warn_of_outliers(x, self._block_size, self._operation)
         return super().__call__(x)
 

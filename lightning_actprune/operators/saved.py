@@ -26,7 +26,7 @@ add memory, so it stays. What retains it later cannot undo a pack: those bytes a
 
 **Outliers.** What a mask put values into (``masked_fill``, ``where``) stays uncompressed, whatever it holds at that
 moment. Other outliers may come later, for example with the first batch that is padded. So they are looked for again in
-the 2nd, 4th, 8th forward and so on, and in every 128th; a tensor with outliers stays uncompressed from then on, with a
+the 2nd, 4th, 8th forward and so on, and in every 127th; a tensor with outliers stays uncompressed from then on, with a
 warning, since they may have come in a forward in between.
 
 **Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
@@ -58,7 +58,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
-from lightning_actprune.codec.outliers import is_captured, loses_values
+from lightning_actprune.codec.outliers import CHECKED_EVERY, is_captured, is_check_due, loses_values
 from lightning_actprune.codec.pack_cache import Retainers, StorageKey
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
@@ -96,8 +96,6 @@ BITS_OF_SHAPE = min(BITS)
 """Bits of a tensor of which backward reads the shape alone."""
 _JUDGED = Use.LINEAR.name, Use.BOUNDED.name
 """Uses for which outliers are looked for."""
-CHECKED_EVERY = 128
-"""Forwards after which outliers are looked for again, at the latest; a power of 2."""
 
 
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
@@ -395,8 +393,8 @@ class SavedTensorCompression:
         if dropped_by_checkpoint(outer):
             return None
         self._forwards[outermost] += 1
-        checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
-        operations = Operations(self._store, self.decisions.sites, not self.decisions.is_settled(outermost), checked)
+        is_checked = is_check_due(self._forwards[outermost])
+        operations = Operations(self._store, self.decisions.sites, not self.decisions.is_settled(outermost), is_checked)
         return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.codec.outliers import loses_values
+from lightning_actprune.codec.outliers import CHECKED_EVERY, loses_values
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.readers import is_masked
 from lightning_actprune.operators.saved import SavedTensorCompression
@@ -174,9 +174,9 @@ def test_outliers_are_looked_for_now_and_then():
     module, x = through(torch.square), torch.randn(4, 64, requires_grad=True)
     with SavedTensorCompression(module, min_values=256) as saving:
         with warnings.catch_warnings(action="error"):
-            for _ in range(254):
+            for _ in range(2 * CHECKED_EVERY - 2):
                 module(x)
-            module(with_outliers(x))  # which is the 255th
+            module(with_outliers(x))  # the forward before the one that looks
         state = saving.decisions.state_dict()
         with pytest.warns(UserWarning, match="outliers"):
             module(with_outliers(x))
