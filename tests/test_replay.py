@@ -314,7 +314,7 @@ def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width:
     net = nn.Sequential(*inner, nn.BatchNorm1d(64), *blocks, nn.Linear(width, 4)).cuda()
     convert(net, preset) if preset else None
     replayed = replay_module(net, "net") if graphs else None
-    optimizer, seen = torch.optim.AdamW(net.parameters()), list[Tensor]()
+    optimizer, seen = torch.optim.AdamW(net.parameters(), fused=True), list[Tensor]()  # without temporary tensors
     for _ in range(steps):
         with autocast("cuda", torch.bfloat16):
             seen.append(back(net(torch.randn(width // 8, 64, width, device="cuda"))))
