@@ -266,15 +266,16 @@ def unpack_all(values: Tensor, rows: int, length: int, block_size: int, bits: in
 def _pack_launch(
     device: torch.device, x: TensorKey, block_size: int, keep: int, bits: int, selection: str
 ) -> PackLaunch | QuantizeLaunch | None:
-    (samples, rows, length), strides, dtype, _ = x
-    shape = samples, rows, length
+    (samples, rows, length), (first, second, third), dtype, is_aligned = x
+    shape, strides = (samples, rows, length), (first, second, third)
     if not kept_blocks(shape, block_size, keep) or not samples * rows * length:
         return None
     if choose_backend(shape, dtype, device, block_size, ceil_div(length, block_size)) == "reference":
         return None
     from lightning_actprune.kernels.pack import pack_launch
 
-    return pack_launch(shape, (strides[0], strides[1], strides[2]), block_size, keep, device, None, bits, selection)
+    paired = dtype.itemsize == 2 and is_aligned
+    return pack_launch(shape, strides, block_size, keep, device, None, bits, selection, paired)
 
 
 def _unpack_launch(

@@ -26,8 +26,6 @@ from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
 from lightning_actprune.compiled.graphs import VIEWS, multiplies, name_of
 
 _WORD_BITS = 32
-_MOST_WORDS = 8
-"""Words of codes of a block: a thread loads all of them, and selects one for each of its values."""
 _AFTER_DITHER = 4
 """Bits of an fp32 number behind those of code and dither; the first of them is the half."""
 _GROUP_BITS = 16
@@ -55,10 +53,9 @@ def _is_multiplied(node: Node) -> bool:
 
 
 def may_be_fused(length: Any, block_size: int, bits: int) -> bool:
-    """Return True if rows consist of whole blocks, and blocks of a few whole words."""
-    words = [block_size * plane / _WORD_BITS for plane in formats.PLANES[bits]]
-    few = all(count.is_integer() and count <= _MOST_WORDS for count in words)
-    return few and isinstance(length, int) and length % block_size == 0
+    """Return True if rows consist of whole blocks, and blocks, a power of two in size, of whole words."""
+    whole = block_size & (block_size - 1) == 0 and block_size * min(formats.PLANES[bits]) % _WORD_BITS == 0
+    return whole and isinstance(length, int) and length % block_size == 0
 
 
 def unpack_in_kernel(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
@@ -106,12 +103,12 @@ class _Stored:
         """Return the value with the number ``at``."""
         ops = operations()
         block = inductor().quotient(at, self._block_size)
-        e = _index(inductor().remainder(at, 1, self._block_size))
+        e = _index(at) & _number(self._block_size - 1)  # not a remainder: the compiler knows the lowest bits
         header = ops.to_dtype(self._headers([block]), torch.int32) & _number(0xFFFF)
         z = self._rest(header, block) ^ self._reverse_bits(e)
         place = 23 - self._bits
         for plane, load in zip(formats.PLANES[self._bits], self._planes, strict=True):
-            z = z | self._code(load, block, e, plane, place)
+            z = z | self._code(load, at, e, plane, place)
             place += plane
         z = ops.to_dtype_bitcast(z, torch.float32, torch.int32) - _real(2.0**self._bits + 1)
         scale = self._scale(header)
@@ -135,17 +132,10 @@ class _Stored:
             reverse = reverse | (_left(alone, by) if by >= 0 else _right(alone, -by))
         return reverse
 
-    def _code(self, load: Callable[[Sequence[Any]], Any], block: Any, e: Any, plane: int, place: int) -> Any:
-        """Return the part of a code that a plane has, as bits from ``place`` on.
-
-        It uses bits of ``e`` and no quotients of an index, since the compiler knows the lowest bits.
-        """
+    def _code(self, load: Callable[[Sequence[Any]], Any], at: Any, e: Any, plane: int, place: int) -> Any:
+        """Return the part of a code that a plane has, as bits from ``place`` on, of a value."""
         ops, each, group = operations(), _WORD_BITS // plane, _GROUP_BITS // plane
-        count = self._block_size // each
-        word = load([block * count])
-        for k in range(1, count):
-            here = ops.eq(_right(e, _log(each)), _number(k))
-            word = ops.where(here, load([block * count + k]), word)
+        word = load([inductor().quotient(at, each)])
         by = _left(_right(e, _log(group)) & _number(1), _log(_GROUP_BITS))
         word = ops.bitwise_right_shift(word, by)
         word = ops.bitwise_left_shift(word, _number(place) - _left(e & _number(group - 1), _log(plane)))

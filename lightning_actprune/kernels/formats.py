@@ -24,10 +24,17 @@ import struct
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE
 from lightning_actprune.kernels.launch import INTERPRETED
+
+
+def _upper_bits(bits: int) -> int:
+    total: int = sum((0x4B000000 + 2**bits) << bits * place for place in range(32 // bits)) % 2**32
+    return total - 2**32 if total >= 2**31 else total
+
 
 PLACE = tl.constexpr(formats.PLACE)
 DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
@@ -47,6 +54,13 @@ STEPS_OF = tl.constexpr(tuple(formats.STEPS_OF[bits] for bits in range(1, 9)))
 """Steps of the base in a scale, for codes of 1 to 8 bits."""
 INTEGERS = tl.constexpr(1.5 * 2.0**23)
 """An integer plus this number is in the lowest bits of the fp32 sum."""
+WHOLE = tl.constexpr(0x4B000000)
+"""The bits of 2^23 as an fp32 number. An integer below that plus 2^23 has the bits of their sum as integers."""
+UPPER_BITS = tl.constexpr(tuple(_upper_bits(bits) for bits in range(1, 9)))
+"""By the bits of a code: the sum of ``WHOLE + 2^bits`` at the place of each code in a number, modulo 2^32."""
+PAIRED_BLOCK = tl.constexpr(32)
+"""Values of blocks that are packed from pairs: a thread has a whole block in its registers."""
+INTERPRETED_CODE = tl.constexpr(INTERPRETED)
 SLOW_REDUCTIONS = tl.constexpr(INTERPRETED)
 """The interpreter has a few fast reductions, and takes a hundred times as long for any other."""
 LEAST_SCALE = tl.constexpr(struct.unpack("i", struct.pack("f", formats.LEAST_SCALE))[0])
@@ -93,24 +107,28 @@ def whole_blocks(block_size: int) -> tuple[int, int]:
 
 @triton.jit
 def dequantize_tile(
-    values_ptr, count, place, stored, first, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    values_ptr, count, place, stored, first, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    BY_VALUE: tl.constexpr = False,
 ):  # fmt: skip
     """Return the values ``first`` to ``first + BLOCK`` of blocks as fp32 ``[R, BLOCK]``.
 
     ``values_ptr``: bytes of ``count`` blocks; ``place: [R]``, int32. Values are zero where not ``stored``, and
-    undefined from ``B`` on. ``first`` is a multiple of 64.
+    undefined from ``B`` on. ``first`` is a multiple of 64. ``BY_VALUE``: each value has the address of its own word,
+    and a thread with whole blocks reads each word once; else words are read side by side and handed on to the threads
+    of their values.
     """
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
     LOW_BYTES: tl.constexpr = (B * LOW + 7) // 8
-    header = tl.load(headers_of(values_ptr, count, place, FORMAT), mask=stored, other=0).to(tl.int32)
-    codes = _load_plane(plane_of(values_ptr, place, B, LOW), first, stored, B, BLOCK, LOW, FORMAT)
+    place = tl.where(stored, place, 0)
+    header = tl.load(headers_of(values_ptr, count, place, FORMAT)).to(tl.int32)
+    codes = _load_plane(plane_of(values_ptr, place, B, LOW), first, B, BLOCK, LOW, 23 - LOW - HIGH, FORMAT, BY_VALUE)
     if HIGH > 0:
         highest = plane_of(values_ptr + tl.cast(count, tl.int64) * LOW_BYTES, place, B, HIGH)
-        codes |= _load_plane(highest, first, stored, B, BLOCK, HIGH, FORMAT) << LOW
+        codes |= _load_plane(highest, first, B, BLOCK, HIGH, 23 - HIGH, FORMAT, BY_VALUE)
     scale, start = _scale_and_start(header, LOW + HIGH)
-    rest = dither(header, place, first + tl.arange(0, BLOCK), B, LOW + HIGH, 0, True)
-    codes = (codes << (23 - LOW - HIGH)) | rest
+    scale, start = tl.where(stored, scale, 0.0), tl.where(stored, start, 0.0)
+    codes |= dither(header, place, first + tl.arange(0, BLOCK), B, LOW + HIGH, 0, True)
     return multiply_add(scale[:, None], codes.to(tl.float32, bitcast=True), start[:, None])
 
 
@@ -180,21 +198,26 @@ def _scale_and_start(header, BITS: tl.constexpr):
 
 @triton.jit
 def _load_plane(
-    block, first, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
+    block, first, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, AT: tl.constexpr, FORMAT: tl.constexpr,
+    BY_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Return codes ``[R, BLOCK]`` of ``BITS`` bits as int32, from value ``first`` on, of the blocks at ``block``."""
+    """Return codes ``[R, BLOCK]`` of the blocks at ``block`` from value ``first`` on, as bits from ``AT`` on: int32."""
     UNIT: tl.constexpr = (FORMAT >> 16) & 255
     EACH: tl.constexpr = UNIT // BITS
     if UNIT == 32:
         block = block.to(tl.pointer_type(tl.int32), bitcast=True)
-    k = first // EACH + tl.arange(0, BLOCK // EACH)
-    inside = stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :]
-    codes = tl.load(block[:, None] + k[None, :], mask=inside, other=0).to(tl.int32)
-    if EACH > 1:
-        shifts = tl.arange(0, EACH) * BITS
-        codes = (codes[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-        codes = tl.reshape(codes, [block.shape[0], BLOCK])
-    return codes
+    e = tl.arange(0, BLOCK)
+    k = (first + e) // EACH if BY_VALUE else first // EACH + tl.arange(0, BLOCK // EACH)
+    units_ptr = block[:, None] + k[None, :]
+    if B % BLOCK == 0:
+        units = tl.load(units_ptr).to(tl.int32)
+    else:
+        units = tl.load(units_ptr, mask=(k < (B + EACH - 1) // EACH)[None, :], other=0).to(tl.int32)
+    if BY_VALUE:
+        codes = units >> (e % EACH * BITS)[None, :]
+    else:
+        codes = tl.reshape(units[:, :, None] >> (tl.arange(0, EACH) * BITS)[None, None, :], [block.shape[0], BLOCK])
+    return (codes << AT) & (((1 << BITS) - 1) << AT)
 
 
 @triton.jit
@@ -208,6 +231,24 @@ def load_blocks(
     """
     x_ptr += (n // columns).to(tl.int64) * stride_row * UNIT
     return load_rows(x_ptr, (n % columns) * B, exist, length, B, BLOCK)
+
+
+@triton.jit
+def load_pairs(x_ptr, exist):
+    """Return blocks of 32 values of 16 bits at ``x_ptr [R]``, aligned to 16 bytes, as pairs: int32 ``[R, 16]``.
+
+    A thread gets a whole block, read 16 bytes at a time.
+    """
+    pairs_ptr, start = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True), exist.to(tl.int32) * 0
+    low = tl.join(
+        _load_part(pairs_ptr, start, exist, 0, 16, 16, 16, 16, 4),
+        _load_part(pairs_ptr, start, exist, 4, 16, 16, 16, 16, 4),
+    )
+    high = tl.join(
+        _load_part(pairs_ptr, start, exist, 8, 16, 16, 16, 16, 4),
+        _load_part(pairs_ptr, start, exist, 12, 16, 16, 16, 16, 4),
+    )
+    return tl.reshape(tl.permute(tl.join(low, high), (1, 0, 4, 3, 2)), [exist.shape[0], 16])
 
 
 @triton.jit
@@ -266,32 +307,79 @@ def quantize_tile(
 
     ``values_ptr``: bytes of ``count`` blocks; ``place: [R]``, int32. Values from ``B`` on must be zero.
     """
+    x, inside = x.to(tl.float32), (tl.arange(0, BLOCK) < B)[None, :]
+    low = tl.min(x if B == BLOCK else tl.where(inside, x, float("inf")), axis=1)
+    high = _largest(x if B == BLOCK else tl.where(inside, x, -float("inf")))
+    _store_blocks(x, low, high, values_ptr, count, place, stored, B, BLOCK, FORMAT)
+
+
+@triton.jit
+def quantize_pairs(pairs, values_ptr, count, place, stored, FP16: tl.constexpr, FORMAT: tl.constexpr):
+    """Do as ``quantize_tile`` for blocks of 16-bit values, two in each number of ``pairs [R, 16]``: fp16 or bf16."""
+    first, second = split_pairs(pairs, FP16)
+    if SLOW_REDUCTIONS:
+        low = tl.minimum(tl.min(first, axis=1), tl.min(second, axis=1))
+        high = _larger(_largest(first), _largest(second))
+    else:
+        lows, highs = pairs, pairs
+        for _ in tl.static_range(4):
+            lows, highs = _fold(lows, "min", FP16), _fold(highs, "max.NaN", FP16)
+        low_first, low_second = split_pairs(lows, FP16)
+        high_first, high_second = split_pairs(highs, FP16)
+        low = tl.reshape(tl.minimum(low_first, low_second), [pairs.shape[0]])
+        high = tl.reshape(_larger(high_first, high_second), [pairs.shape[0]])
+    x = tl.reshape(tl.join(first, second), [pairs.shape[0], PAIRED_BLOCK])
+    _store_blocks(x, low, high, values_ptr, count, place, stored, PAIRED_BLOCK, PAIRED_BLOCK, FORMAT)
+
+
+@triton.jit
+def split_pairs(pairs, FP16: tl.constexpr):
+    """Return the first and the second value of each pair in fp32."""
+    if FP16:
+        first, second = (pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16)
+        return first.to(tl.float16, bitcast=True).to(tl.float32), second.to(tl.float16, bitcast=True).to(tl.float32)
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fold(pairs, OPERATION: tl.constexpr, FP16: tl.constexpr):
+    """Return the smaller or larger ones of the two halves of each row of pairs."""
+    one, other = tl.split(tl.reshape(pairs, [pairs.shape[0], pairs.shape[1] // 2, 2]))
+    CODE: tl.constexpr = OPERATION + (".f16x2" if FP16 else ".bf16x2") + " $0, $1, $2;"
+    return tl.inline_asm_elementwise(CODE, "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _store_blocks(
+    x, low, high, values_ptr, count, place, stored, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Write blocks ``x [R, BLOCK]``, fp32, whose extremes are ``low`` and ``high [R]``, NaN if a value is NaN."""
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
     LOW_BYTES: tl.constexpr = (B * LOW + 7) // 8
     USED: tl.constexpr = LOW_BYTES + (B * HIGH + 7) // 8
-    codes, header, finite = _codes(x.to(tl.float32), place, B, BLOCK, LOW + HIGH)
-    tl.store(headers_of(values_ptr, count, place, FORMAT), header.to(tl.int16), mask=stored)
+    header, base, inverse, finite = _header(low, high, LOW + HIGH)
+    tl.store(headers_of(values_ptr, count, place, FORMAT), tl.where(finite, header, LOST).to(tl.int16), mask=stored)
+    codes = _codes(x, header, place, base, inverse, B, LOW + HIGH)
+    if B != BLOCK:
+        codes = tl.where((tl.arange(0, BLOCK) < B)[None, :], codes, WHOLE + (1 << (LOW + HIGH)))
     lowest = plane_of(values_ptr, place, B, LOW)
     if HIGH > 0:
-        _store_plane(lowest, codes & ((1 << LOW) - 1), finite, stored, B, BLOCK, LOW, FORMAT)
+        _store_plane(lowest, codes & ((1 << LOW) - 1), finite, stored, B, BLOCK, LOW, 0, FORMAT)
         highest = plane_of(values_ptr + tl.cast(count, tl.int64) * LOW_BYTES, place, B, HIGH)
-        _store_plane(highest, codes >> LOW, finite, stored, B, BLOCK, HIGH, FORMAT)
+        _store_plane(highest, (codes >> LOW) & ((1 << HIGH) - 1), finite, stored, B, BLOCK, HIGH, 0, FORMAT)
     else:
-        _store_plane(lowest, codes, finite, stored, B, BLOCK, LOW, FORMAT)
+        _store_plane(lowest, codes, finite, stored, B, BLOCK, LOW, UPPER_BITS[LOW - 1], FORMAT)
     if USED % 2 == 1:
         fill_ptr = values_ptr + tl.cast(count, tl.int64) * USED
         tl.store(fill_ptr + place, tl.zeros_like(place).to(tl.uint8), mask=stored)
 
 
 @triton.jit
-def _codes(x, place, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return codes ``[R, BLOCK]``, headers ``[R]``, and which blocks are finite ``[R]``."""
-    e = tl.arange(0, BLOCK)
-    inside = (e < B)[None, :]
+def _header(low, high, BITS: tl.constexpr):
+    """Return headers, base and inverse scale of blocks, and which are finite, all ``[R]``."""
     # Adding zero makes negative zeros positive: min and max may return either of the two.
-    low = tl.min(x if B == BLOCK else tl.where(inside, x, float("inf")), axis=1) + 0.0
-    high = _largest(x if B == BLOCK else tl.where(inside, x, -float("inf"))) + 0.0
+    low, high = low + 0.0, high + 0.0
     of_spread, of_reach = (high - low) * PER_SPREAD[BITS - 1], tl.abs(low) * PER_REACH[BITS - 1]
     finite = (of_spread <= MOST_SCALE) & (of_reach <= MOST_SCALE)
     need = tl.maximum(of_spread, of_reach)
@@ -300,12 +388,20 @@ def _codes(x, place, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     offset = tl.floor(low * inverse * STEPS_OF[BITS - 1])
     offset = tl.where(offset * step > low, offset - 1.0, offset)  # the quotient was rounded
     header = ((offset + INTEGERS).to(tl.int32, bitcast=True) & 127) << 9
-    header |= tl.where(need > 0.0, (bits >> 20) - SCALE_CODES, 0)
+    return header | tl.where(need > 0.0, (bits >> 20) - SCALE_CODES, 0), offset * step, inverse, finite
+
+
+@triton.jit
+def _codes(x, header, place, base, inverse, B: tl.constexpr, BITS: tl.constexpr):
+    """Return codes ``[R, BLOCK]`` plus ``WHOLE + 2^BITS``."""
     # This dither is 2^8 times the real one, and its product with a power of two is exact.
-    shifted = dither(header, place, e, B, BITS, 8, False).to(tl.float32, bitcast=True)
-    total = tl.fma(shifted, 2.0**-8, (x - (offset * step)[:, None]) * inverse[:, None]).to(tl.int32, bitcast=True)
-    codes = (total >> (23 - BITS)) & ((1 << BITS) - 1)
-    return codes if B == BLOCK else tl.where(inside, codes, 0), tl.where(finite, header, LOST), finite
+    shifted = dither(header, place, tl.arange(0, x.shape[1]), B, BITS, 8, False).to(tl.float32, bitcast=True)
+    total = tl.fma(shifted, 2.0**-8, (x - base[:, None]) * inverse[:, None])
+    if INTERPRETED_CODE:
+        codes = (total.to(tl.int32, bitcast=True) >> (23 - BITS)) & ((1 << BITS) - 1)
+        return codes + (WHOLE + (1 << BITS))
+    # A sum with 2^23 that is rounded down has the integer part in its lowest bits.
+    return libdevice.add_rz(total, 2.0**23).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -335,15 +431,19 @@ def _scale(need, PLACES: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _store_plane(
-    block, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
+    block, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write codes ``[R, BLOCK]`` of ``BITS`` bits to the blocks at ``block``, zeros to blocks that are not finite."""
+    """Write codes ``[R, BLOCK]`` of ``BITS`` bits to the blocks at ``block``, zeros to blocks that are not finite.
+
+    ``UPPER`` is the sum of the bits above the codes in a number that is written.
+    """
     UNIT: tl.constexpr = (FORMAT >> 16) & 255
     EACH: tl.constexpr = UNIT // BITS
     if EACH > 1:
         shifts = tl.arange(0, EACH) * BITS
         codes = tl.sum(tl.reshape(codes, [codes.shape[0], BLOCK // EACH, EACH]) << shifts[None, None, :], axis=2)
-    codes = tl.where(finite[:, None], codes, 0)
+    codes = tl.where(finite[:, None], codes - UPPER, 0)
     k = tl.arange(0, BLOCK // EACH)
     inside = stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :]
     if UNIT == 32:

@@ -59,10 +59,13 @@ from torch import Tensor
 from lightning_actprune.codec import blocks as codec_blocks
 from lightning_actprune.codec.blocks import RUN_BLOCKS, SELECTIONS, WORD_BLOCKS, ceil_div, keeps_all
 from lightning_actprune.kernels.formats import (
+    PAIRED_BLOCK,
     encode_format,
     load_blocks,
+    load_pairs,
     load_rows,
     mix,
+    quantize_pairs,
     quantize_tile,
     tile_width,
     values_layout,
@@ -475,25 +478,34 @@ def quantize_kernel(
 @triton.jit
 def quantize_all_kernel(
     x_ptr, copy_ptr, values_ptr, stride_sample, stride_row, rows, nnz, length: tl.constexpr, columns: tl.constexpr,
-    UNIT: tl.constexpr, CAST: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    FORMAT: tl.constexpr,
+    UNIT: tl.constexpr, CAST: tl.constexpr, FLAT: tl.constexpr, PAIRS: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Quantize ``TILE`` of all ``nnz`` blocks.
 
     ``x_ptr: [S, T, L]``; ``copy_ptr: [S, T, L]``, contiguous, gets the rounded values, from which codes are made, if
-    ``CAST``; ``values_ptr``: bytes of ``nnz`` blocks.
+    ``CAST``; ``values_ptr``: bytes of ``nnz`` blocks. ``FLAT``: rows of whole blocks follow each other in memory.
+    ``PAIRS``: values are read two at a time (``load_pairs``).
     """
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exist = (place >= 0) & (place < nnz)  # of nearly 2^31 blocks, the last tile reaches beyond int32
     r, first = place // columns, (place % columns) * B
-    rows_ptr = x_ptr + (r // rows).to(tl.int64) * stride_sample * UNIT + (r % rows).to(tl.int64) * stride_row * UNIT
+    if FLAT:
+        rows_ptr, first = x_ptr + place.to(tl.int64) * B, place * 0
+    else:
+        rows_ptr = x_ptr + (r // rows).to(tl.int64) * stride_sample * UNIT + (r % rows).to(tl.int64) * stride_row * UNIT
+    if PAIRS:
+        pairs = load_pairs(rows_ptr + first, exist)
+        quantize_pairs(pairs, values_ptr, nnz, place, exist, x_ptr.dtype.element_ty == tl.float16, FORMAT)
+        return
     x = load_rows(rows_ptr, first, exist, length, B, BLOCK)
     if CAST:
         x = x.to(copy_ptr.dtype.element_ty)
         e = tl.arange(0, BLOCK)[None, :]
         column = first[:, None] + e
         inside = exist[:, None] & ((column < length) & (e < B))
-        tl.store(copy_ptr + r.to(tl.int64)[:, None] * length + column, x, mask=inside)
+        copies_ptr = copy_ptr + (place.to(tl.int64) * B if FLAT else r.to(tl.int64) * length)
+        tl.store(copies_ptr[:, None] + column, x, mask=inside)
     quantize_tile(x, values_ptr, nnz, place, exist, B, BLOCK, FORMAT)
 
 
@@ -636,10 +648,17 @@ class QuantizeLaunch:
         block_size: Values per block.
         casts: Whether a copy in another dtype is written and stored.
         bits: Bits of a stored value.
+        paired: Whether inputs are 16-bit values at a multiple of 16 bytes.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, casts: bool, bits: int
+        self,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        block_size: int,
+        casts: bool,
+        bits: int,
+        paired: bool,
     ) -> None:
         samples, rows, length = shape
         columns, encoded = ceil_div(length, block_size), encode_format(bits, block_size)
@@ -648,9 +667,12 @@ class QuantizeLaunch:
         self._samples = samples
         self._positions: Tensor | None = None
         block, tile = whole_blocks(block_size)
-        unit = stride_unit(*strides)
+        unit, whole = stride_unit(*strides), length % block_size == 0
+        flat = whole and strides[1] == length and (samples == 1 or strides[0] == rows * length)
+        pairs = paired and not casts and block_size == PAIRED_BLOCK.value and whole and unit >= 8
+        tile *= 2 if pairs else 1  # a thread has twice as many values
         scalars = strides[0] // unit, strides[1] // unit, rows, blocks
-        constants = length, columns, unit, casts, block_size, block, tile, encoded
+        constants = length, columns, unit, casts, flat, pairs, block_size, block, tile, encoded
         self._store = Launch(quantize_all_kernel, (ceil_div(blocks, tile),), *scalars, *constants, num_warps=4)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -677,14 +699,15 @@ def pack_launch(
     cast: torch.dtype | None = None,
     bits: int = 0,
     selection: str = "largest",
+    paired: bool = False,
 ) -> PackLaunch | QuantizeLaunch:
     """Return the launches that pack inputs ``[S, T, L]`` with a last stride of 1, or their copies in dtype ``cast``.
 
     The compiled kernels that they keep also depend on the dtype of the input and on whether that starts at a multiple
-    of 16 bytes. Memory for the copy is new, so it always does.
+    of 16 bytes. Memory for the copy is new, so it always does. ``paired``: inputs do, and are values of 16 bits.
     """
     if keeps_all(keep):
-        return QuantizeLaunch(shape, strides[:2], block_size, cast is not None, bits)
+        return QuantizeLaunch(shape, strides[:2], block_size, cast is not None, bits, paired)
     if keep == shape[1] * ceil_div(shape[2], block_size):
         selection = "largest"  # all blocks are kept, unscaled
     return PackLaunch(shape, strides[:2], block_size, keep, device, cast is not None, bits, selection)

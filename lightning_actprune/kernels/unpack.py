@@ -34,13 +34,14 @@ from lightning_actprune.kernels.places import (
 def unpack_kernel(
     values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
     nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, FORMAT: tl.constexpr,
+    LANES: tl.constexpr, FLAT: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write one run of blocks per program.
 
     ``values_ptr: [nnz, B]``, or the bytes of ``nnz`` blocks; ``bitmap_ptr: [S, words]`` and ``offsets_ptr: [S, runs]``,
     int32; ``out_ptr``: row ``r`` starts at ``(r // inner, r % inner)`` by its two strides. Quantized blocks are all
-    blocks of one sample in order; ``unpack_kept_kernel`` reads them where some are dropped.
+    blocks of one sample in order; ``unpack_kept_kernel`` reads them where some are dropped. ``FLAT``: rows of whole
+    blocks follow each other in memory.
     """
     if FORMAT:
         n = tl.program_id(0) * RUN + tl.arange(0, RUN)
@@ -48,20 +49,24 @@ def unpack_kernel(
         s, kept, place = n * 0, exists, n
     else:
         s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
-    r = s * rows + n // columns
-    start = (r // inner).to(tl.int64) * stride_outer * UNIT + (r % inner).to(tl.int64) * stride_inner * UNIT
+    if FLAT:
+        row, column = (s * blocks + n).to(tl.int64) * B, n * 0
+    else:
+        row = _row_start(s * rows + n // columns, stride_outer, stride_inner, inner, UNIT)
+        column = n % columns * B
     for piece in range(0, B, BLOCK):
         e = piece + tl.arange(0, BLOCK)
         block = (e < B)[None, :]
         if FORMAT:
-            x = dequantize_tile(values_ptr, nnz, place, kept, piece, B, BLOCK, FORMAT)
+            x = dequantize_tile(values_ptr, nnz, place, kept, piece, B, BLOCK, FORMAT, True)
             x = x.to(out_ptr.dtype.element_ty)
         else:
             x = tl.load(
                 values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0
             )
-        column = (n % columns)[:, None] * B + e[None, :]
-        tl.store(out_ptr + start[:, None] + column, x, mask=exists[:, None] & (column < length) & block)
+        columns_of = column[:, None] + e[None, :]
+        inside = exists[:, None] & block & (FLAT | (columns_of < length))
+        tl.store(out_ptr + row[:, None] + columns_of, x, mask=inside)
 
 
 @triton.jit
@@ -149,7 +154,8 @@ def unpack_launch(
     encoded = encode_format(bits, block_size)
     if not encoded or everything:
         tile = (block_size, min(64, tile_width(block_size)), tile[2]) if encoded else tile
-        return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, encoded, **options)
+        flat = length % block_size == 0 and not features_first
+        return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, flat, encoded, **options)
     if not features_first:  # rows follow each other; inner = 1 saves the kernel two divisions a block
         scalars = (length // unit, length // unit, 1, *scalars[3:])
     turns = choose_turns(tile_width(block_size), RUN_BLOCKS * kept / max(1, samples * blocks))

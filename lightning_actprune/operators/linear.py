@@ -304,7 +304,7 @@ def input_launch(
 
     Unless there is a ``new_cast``, they get ``cast_input(x, autocast, blocks.block_size)``.
     """
-    (shape, strides, dtype, _), (block_size, topk_over, bits, selection) = key, blocks
+    (shape, strides, dtype, is_aligned), (block_size, topk_over, bits, selection) = key, blocks
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x_read = cast_input(x, autocast, block_size)
     stored, transposed = stored_view(x_read, block_size, topk_over)
@@ -323,7 +323,8 @@ def input_launch(
         stored, dtype_of_cast = source, x_read.dtype
         new_cast = functools.partial(torch.empty_strided, shape, x_read.stride(), dtype=x_read.dtype, device=device)
     sizes = _three(stored.shape), _three(stored.stride())
-    pack = pack_launch(*sizes, block, keep, device, dtype_of_cast, bits, selection)
+    paired = x_read.dtype.itemsize == 2 and (is_aligned or not _shares_memory(stored, x))
+    pack = pack_launch(*sizes, block, keep, device, dtype_of_cast, bits, selection, paired)
     return InputLaunch(copied, layout, pack, new_cast)
 
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE, ceil_div
 from lightning_actprune.kernels import activation, channel_norm, gated, linear, norm, pack, sums, unpack
-from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
+from lightning_actprune.kernels.formats import PAIRED_BLOCK, encode_format, tile_width, whole_blocks
 from lightning_actprune.kernels.places import choose_turns, run_tile, stride_unit
 from lightning_actprune.operators.activation import StoredDerivative
 
@@ -120,11 +120,13 @@ def of_blocks(target: int) -> list[Specimen]:
         constants = dict(zip(("B", "BLOCK", "LANES"), sizes, strict=True)) | rows(6 * size, size)
         result.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, next(types), options))
         result.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, next(types), options))
-        result.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, next(types), options))
+        result.append(
+            (f"unpack_b{size}", unpack.unpack_kernel, constants | {"FLAT": False, "FORMAT": 0}, next(types), options)
+        )
     for name, length in (("narrow", NARROW_ROW), ("block", 32)):
         run = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(length, 32)
         result.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
-        result.append((f"unpack_{name}", unpack.unpack_kernel, run | {"FORMAT": 0}, "bf16", four))
+        result.append((f"unpack_{name}", unpack.unpack_kernel, run | {"FLAT": False, "FORMAT": 0}, "bf16", four))
     return result
 
 
@@ -142,18 +144,25 @@ def of_formats(target: int) -> list[Specimen]:
         constants = {"B": size, "BLOCK": block, "FORMAT": encode_format(bits, size)}
         counted = constants | {"TILE": 128, "COLS": 16, "BLOCKS": blocks}
         result.append((f"count_and_dequantize_{name}", linear.count_and_dequantize_kernel, counted, next(types), four))
-        constants |= {"CAST": False, "TILE": blocks} | rows(6 * size, size)
+        constants |= {"CAST": False, "FLAT": False, "PAIRS": False, "TILE": blocks} | rows(6 * size, size)
         result.append((f"quantize_all_{name}", pack.quantize_all_kernel, constants, next(types), four))
         if (bits, size) == (4, 32):
             more = {"CAST": True}, rows(32, 32)  # also of rows of one block, as a convolution has them
             result += [("quantize_all_more", pack.quantize_all_kernel, constants | one, "bf16", four) for one in more]
+        if size == PAIRED_BLOCK.value:
+            pairs = constants | {"FLAT": True, "PAIRS": True, "TILE": 2 * blocks}
+            result += [
+                (f"quantize_pairs_{name}", pack.quantize_all_kernel, pairs, value, four) for value in ("bf16", "fp16")
+            ]
     for size in (64, 1000):  # almost nothing is kept, of rows that are not aligned
         constants, options = turned(4, size, 6.4, 6 * size + 6)
         result.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, next(types), options))
     _, (_, _, lanes), options = run_tile(64, 4704, 32)
     for length in (192, 32):
         tile = {"B": 32, "BLOCK": min(64, tile_width(32)), "LANES": lanes, "FORMAT": encode_format(4, 32)}
-        result.append((f"unpack_all_{length}", unpack.unpack_kernel, tile | rows(length, 32), "bf16", options))
+        for flat in (False, True):
+            constants = tile | {"FLAT": flat} | rows(length, 32)
+            result.append((f"unpack_all_{length}", unpack.unpack_kernel, constants, "bf16", options))
     return result
 
 

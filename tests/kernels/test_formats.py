@@ -136,6 +136,19 @@ def test_peculiar_blocks(kernel_device, bits, dtype):
         assert not values[[0, 11]].any()
 
 
+@on_kernels(
+    "bits, dtype",
+    list(zip(PLANES, itertools.cycle(DTYPES[1:]), strict=False)),
+    list(itertools.product(PLANES, DTYPES[1:])),
+)
+def test_whole_blocks_of_16_bits(kernel_device, bits, dtype):
+    """Two values at a time, in rows that follow each other and in others; a tile is longer than a row."""
+    x = peculiar(dtype, kernel_device).repeat(2, 2, 2)
+    x[1] = torch.randn(6, 128, device=kernel_device)
+    for part in (x, x[:, ::2, 32:], x.transpose(0, 1)):
+        check(part, 32, ALL_BLOCKS, bits)
+
+
 def test_tensors_without_positions_share_one_that_autograd_may_save(kernel_device):
     x = torch.randn(3, 4, 16, device=kernel_device)
     launch = launch_of(x, 8, ALL_BLOCKS, None, 4)

@@ -72,7 +72,8 @@ def launch_of(
     x: Tensor, block_size: int, keep: int, cast: torch.dtype | None = None, bits: int = 0, selection: str = "largest"
 ) -> PackLaunch | QuantizeLaunch:
     """Return a new launch for inputs like ``x [S, T, L]``."""
-    return pack_launch(x.shape, x.stride(), block_size, keep, x.device, cast, bits, selection)
+    paired = x.element_size() == 2 and x.data_ptr() % 16 == 0
+    return pack_launch(x.shape, x.stride(), block_size, keep, x.device, cast, bits, selection, paired)
 
 
 def assert_same(actual: Tensor, wanted: Tensor) -> None:
