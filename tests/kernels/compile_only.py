@@ -154,15 +154,16 @@ def of_formats(target: int) -> list[Specimen]:
             result += [
                 (f"quantize_pairs_{name}", pack.quantize_all_kernel, pairs, value, four) for value in ("bf16", "fp16")
             ]
+            run = {"B": 32, "BLOCK": 32, "LANES": 128, "FLAT": True, "FORMAT": constants["FORMAT"]} | rows(192, 32)
+            result.append((f"unpack_all_{name}", unpack.unpack_kernel, run, "bf16", four))
     for size in (64, 1000):  # almost nothing is kept, of rows that are not aligned
         constants, options = turned(4, size, 6.4, 6 * size + 6)
         result.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, next(types), options))
     _, (_, _, lanes), options = run_tile(64, 4704, 32)
     for length in (192, 32):
         tile = {"B": 32, "BLOCK": min(64, tile_width(32)), "LANES": lanes, "FORMAT": encode_format(4, 32)}
-        for flat in (False, True):
-            constants = tile | {"FLAT": flat} | rows(length, 32)
-            result.append((f"unpack_all_{length}", unpack.unpack_kernel, constants, "bf16", options))
+        constants = tile | {"FLAT": False} | rows(length, 32)
+        result.append((f"unpack_all_{length}", unpack.unpack_kernel, constants, "bf16", options))
     return result
 
 
@@ -311,6 +312,7 @@ def compile_kernel(
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
         **resources(binary.asm["cubin"]),
+        "instructions": count_instructions(binary.asm["cubin"]) if constants.get("FLAT") else None,
         "smem": binary.metadata.shared,
         "ptx": features(binary.asm["ptx"]),
     }
@@ -318,11 +320,22 @@ def compile_kernel(
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Return registers and bytes of stack and local memory (both hold spills) from the machine code."""
+    numbers = {
+        key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump(cubin, "resource-usage"))
+    }
+    return {"registers": numbers["REG"], "stack": numbers["STACK"], "local": numbers["LOCAL"]}
+
+
+def count_instructions(cubin: bytes) -> int:
+    """Return the instructions up to the last exit; jumps to themselves and others that do nothing are behind it."""
+    code = dump(cubin, "sass")
+    return len(re.findall(r"/\*[0-9a-f]{4}\*/ +(?!NOP)", code[: code.rindex("EXIT")]))
+
+
+def dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        text = subprocess.check_output([CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
-    numbers = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return {"registers": numbers["REG"], "stack": numbers["STACK"], "local": numbers["LOCAL"]}
+        return subprocess.check_output([CUOBJDUMP, f"--dump-{what}", file.name], text=True, stderr=subprocess.DEVNULL)
 
 
 def features(ptx: str) -> dict[str, int]:

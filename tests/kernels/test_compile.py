@@ -126,3 +126,18 @@ def test_memory_moves_16_bytes_at_a_time(compiled):
         if name in ("column_sums", "add_sets") or (name.startswith("statistics") and "nchw7" not in name):
             assert ptx["async16"] > 0, r
             assert ptx["async_small"] == 0, r
+
+
+INSTRUCTIONS = {
+    "quantize_pairs": {3: 14.5, 4: 11, 8: 12.5},
+    "unpack_all": {3: 14.5, 4: 9.5, 8: 9.5},
+}
+"""Most instructions a value on Hopper, by kernel and bits. With twice as many they take longer than memory does."""
+
+
+def test_packing_takes_few_instructions(records):
+    for kernel, of_bits in INSTRUCTIONS.items():
+        for bits, most in of_bits.items():
+            wanted = f"{kernel}_{bits}_b32", "bf16", 90
+            [r] = [r for r in records if (r["kernel"], r["value"], r["target"]) == wanted]
+            assert r["instructions"] <= most * 32, r  # a thread has 32 values
