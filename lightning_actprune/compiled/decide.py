@@ -57,7 +57,7 @@ EXACT = Values(64, 1)
 """The way of uncompressed values: it has enough bits for every reader."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """A forward value that backward reads, with the decision how to store it.
 
@@ -67,7 +67,8 @@ class Source:
         how: See ``compiled.joint_pass``; ``"uncompressed"`` before the decision.
         way: How to pack its values.
         layout: In which order to read them for that.
-        base: The source from which backward computes it again: a packed one, or an input of the graph.
+        bases: The sources from which backward computes it again: a packed one, an input of the graph, or the two packed
+            ones whose product it is.
         reason: Why it stays uncompressed.
         ways: The way that each read needs.
     """
@@ -77,7 +78,7 @@ class Source:
     how: str = "uncompressed"
     way: Values | None = None
     layout: Layout | None = None
-    base: Source | None = None
+    bases: tuple[Source, ...] = ()
     reason: str = ""
     ways: dict[Read, Way] = field(default_factory=dict)
 
@@ -151,34 +152,38 @@ def _is_weight_of(reader: Node, node: Node) -> bool:
     return passes_on(reader) if place is None else reader.args[place] is node
 
 
-def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Source]:
-    """Decide how to store each source, and return the nodes that backward may compute again, each with its base."""
+Bases = dict[Node, tuple[Source, ...]]
+"""The nodes that backward may compute again, each with the sources from which it does."""
+
+
+def decide(joint: Joint, model: Model, sources: list[Source]) -> Bases:
+    """Decide how to store each source, and return what backward may compute again."""
     by_node = {source.node: source for source in sources}
     read_nodes = {source_of(node) for node in joint.forward if joint.reads(node)}
     constants = joint.without_gradient - joint.changing
-    base: dict[Node, Source] = {}
+    bases: Bases = {}
     for node in joint.graph.nodes:
         if node not in joint.forward or tensor_of(node) is None:
             continue
-        own_base = _find_base(joint, node, base, model)
+        own_bases = _find_bases(joint, node, bases, model)
         source = by_node.get(node)
         if source is not None:
             try:
-                _decide_one(joint, model, source, own_base)
+                _decide_one(joint, model, source, own_bases)
             except Refusal as refusal:
                 source.how, source.reason = "uncompressed", str(refusal)
         if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
-            base[node] = source
-        elif own_base is not None:
-            base[node] = own_base
+            bases[node] = (source,)
+        elif own_bases:
+            bases[node] = own_bases
         elif node in read_nodes and node in constants:
             value = value_of(node)
             if value.dtype in KERNEL_DTYPES and count_of(value) >= model.min_values:
-                base[node] = Source(node, [], way=EXACT)
-    return base
+                bases[node] = (Source(node, [], way=EXACT),)
+    return bases
 
 
-def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
+def _decide_one(joint: Joint, model: Model, source: Source, bases: tuple[Source, ...]) -> None:
     if runs_again(source.node):
         source.how, source.reason = "again", "a checkpoint computes it again"
         return
@@ -188,7 +193,7 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
         source.ways, source.how = dict.fromkeys(source.reads, "signs"), "signs"
         return
     # The product of a written-out norm with its weight belongs to the norm.
-    norm = base.way if base is not None and _is_normalized(source.node) else None
+    norm = bases[0].way if len(bases) == 1 and _is_normalized(source.node) else None
     if norm is None or norm.operator != "norm":
         source.ways = {read: find_way(joint, model, read) for read in source.reads}
     else:
@@ -202,8 +207,10 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
     if memory_of(source.node) in joint.retained:
         raise Refusal("it is an output, or shares the memory of one, so it stays in memory")
     source.way = combine_ways(ways)
-    if base is not None and base.way is not None and 0 < source.way.bits <= base.way.bits:
-        source.how, source.base = "again", base
+    # A factor with a bit more has half of the error, and two of them .7.
+    needed = source.way.bits + (len(bases) > 1)
+    if bases and source.way.bits and all(base.way is not None and needed <= base.way.bits for base in bases):
+        source.how, source.bases = "again", bases
         return
     _lay_out(source)
     source.how = "packed"
@@ -245,29 +252,40 @@ def _lay_out(source: Source) -> None:
     source.layout = layout_of(packed, source.way)
 
 
-def _find_base(joint: Joint, node: Node, base: dict[Node, Source], model: Model) -> Source | None:
-    """Return the source from which a node can be computed again: a steady pointwise function of one packed value.
+def _find_bases(joint: Joint, node: Node, bases: Bases, model: Model) -> tuple[Source, ...]:
+    """Return the sources from which a node can be computed again, none if it cannot.
 
-    Other inputs of the node must be small, or masks that backward reads, too.
+    It is a steady pointwise function of one packed value, or of the product of two. Other inputs of the node must be
+    small, or masks that backward reads, too.
     """
     if name_of(node) == GETITEM and name_of(first_input(node)) == NORM and node.args[1] == 0:
-        return base.get(first_input(first_input(node)))
+        return bases.get(first_input(first_input(node)), ())
     if not (passes_on(node) or name_of(node) in _STEADY or _is_quotient(node)):
-        return None
-    bases = {id(base[source]): base[source] for source in node.all_input_nodes if source in base}
-    packed = [source for source in bases.values() if source.how == "packed"]
-    if len(packed or bases) != 1:
-        return None
-    (source,) = packed or bases.values()
-    most = max(count_of(value_of(source.node)) // _FEWER, model.min_values)
-    for other in node.all_input_nodes:
+        return ()
+    inputs = node.all_input_nodes
+    found = dict.fromkeys(base for of in inputs for base in bases.get(of, ()))
+    chosen = tuple(base for base in found if base.how == "packed") or tuple(found)
+    if len(chosen) != 1 and not _multiplies_two(node, chosen, bases):
+        return ()
+    most = max(count_of(value_of(chosen[0].node)) // _FEWER, model.min_values)
+    for other in inputs:
         value = tensor_of(other)
         mask = mask_of(other)
         is_stored = mask is not None and bool(joint.reads(mask))  # such as dropout's
         is_large = value is not None and count_of(value) > most and not is_stored
-        if base.get(other) is not source and (is_large or "val" not in other.meta or other in joint.changing):
-            return None
-    return source
+        is_computed = other in bases and set(bases[other]).issubset(chosen)
+        if not is_computed and (is_large or "val" not in other.meta or other in joint.changing):
+            return ()
+    return chosen
+
+
+def _multiplies_two(node: Node, chosen: tuple[Source, ...], bases: Bases) -> bool:
+    """Return True if a node is the product of functions of one packed value each, or a function of such a product."""
+    of_inputs = [bases[of] for of in node.all_input_nodes if of in bases]
+    if len(chosen) != 2 or any(base.how != "packed" for base in chosen):
+        return False
+    is_product = name_of(node) == "aten.mul" and all(len(of) == 1 for of in of_inputs)
+    return is_product or all(of == chosen for of in of_inputs)
 
 
 def _is_normalized(node: Node) -> bool:

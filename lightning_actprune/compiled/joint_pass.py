@@ -14,7 +14,8 @@ and copies are reads of one *source*, which is kept in one way:
     Nothing is stored. The value is computed again in backward from one packed value, if it is pointwise in it, without
     jumps, and in tensors that are far smaller or in masks that backward reads anyway: the output of a GELU, a norm, a
     dropout, or a ReLU behind a batch norm, which the next layer reads. The packed value must have as many bits as the
-    reader asks for. Statistics of norms are exact. Values that are pointwise in an unpacked graph input without a
+    reader asks for. A product of two such values, as in a SwiGLU, is computed again from both if each has a bit more
+    than the reader asks for: then its error is smaller than that of packing it. Statistics of norms are exact. Values that are pointwise in an unpacked graph input without a
     gradient are computed again, too, such as a norm of the batch.
 ``signs``
     One exact bit a value, for the output of ``relu``, whose gradient is ``g`` where the output is positive or NaN. It
@@ -95,10 +96,10 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
     models = [Mark.read(str(mark.args[1])).model for mark in marks]
     model = next((model for model in models if model.saved), models[0])
     sources = find_sources(joint)
-    base = decide(joint, model, sources)
+    bases = decide(joint, model, sources)
     rows = [_row(source) for source in sources]
     names = [{on.name for read in source.reads for on in path(read.node, source.node)} for source in sources]
-    stored = Rewriter(joint, sources, base).run()
+    stored = Rewriter(joint, sources, bases).run()
     take_out(joint)
     graph.lint()
     for at, nodes in enumerate(stored):

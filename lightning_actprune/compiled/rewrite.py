@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS, ceil_div
 from lightning_actprune.codec.saved_ops import Kind, ops_of
-from lightning_actprune.compiled.decide import Source, find_cast_inputs
+from lightning_actprune.compiled.decide import Bases, Source, find_cast_inputs
 from lightning_actprune.compiled.graphs import (
     BACKWARD,
     CASTS,
@@ -49,11 +49,11 @@ class Rewriter:
     Args:
         joint: The graph.
         sources: The decisions.
-        base: The nodes that backward may compute again, each with the source from which it does.
+        bases: What backward may compute again (``decide``).
     """
 
-    def __init__(self, joint: Joint, sources: list[Source], base: dict[Node, Source]) -> None:
-        self._joint, self._sources, self._base = joint, sources, base
+    def __init__(self, joint: Joint, sources: list[Source], bases: Bases) -> None:
+        self._joint, self._sources, self._bases = joint, sources, bases
         self._writer = Writer(joint.graph)
         self._restored: dict[Node, Node] = {}
 
@@ -90,8 +90,8 @@ class Rewriter:
         """Return for each packed source the first node in backward that needs its unpacked value."""
         readers = defaultdict[Node, list[Node]](list)
         for source in self._sources:
-            unpacked = source if source.base is None else source.base
-            readers[unpacked.node] += [read.reader for read in source.reads_of("values")]
+            for unpacked in source.bases or (source,):
+                readers[unpacked.node] += [read.reader for read in source.reads_of("values")]
         return {node: self._first(of) for node, of in readers.items() if of}
 
     def _pack(self, source: Source, reader: Node) -> list[Node]:
@@ -202,13 +202,12 @@ class Rewriter:
 
     def _find_masked_reads(self, mask: Source) -> list[Read]:
         """Return the reads of sources that backward computes again with a mask."""
-        again = (source for source in self._sources if source.base is not None)
+        again = (source for source in self._sources if source.bases)
         return [read for source in again if mask.node in self._find_masks(source) for read in source.reads_of("values")]
 
     def _find_masks(self, source: Source) -> set[Node]:
         """Return the masks with which backward computes a source again."""
-        assert source.base is not None
-        masks, waiting = set[Node](), [source.node]
+        masks, waiting, bases = set[Node](), [source.node], {base.node for base in source.bases}
         while waiting:
             current = waiting.pop()
             current = first_input(current) if name_of(current) == GETITEM else current  # the norm with this result
@@ -216,7 +215,7 @@ class Rewriter:
                 mask = mask_of(node)
                 if mask is not None:
                     masks.add(mask)
-                elif node is not source.base.node and node in self._base:
+                elif node not in bases and node in self._bases:
                     waiting.append(node)
         return masks
 
@@ -242,13 +241,14 @@ class Rewriter:
         self._replace_reads(source, empty, reads)
 
     def _values(self, source: Source) -> None:
-        """Let backward read the unpacked value of a source, or its value computed again from that of its base."""
-        reads, base = source.reads_of("values"), source.base
-        if base is None:
+        """Let backward read the unpacked value of a source, or its value computed again from those of its bases."""
+        reads = source.reads_of("values")
+        if not source.bases:
             self._replace_reads(source, self._restored[source.node], reads)
             return
         with self._writer.before(self._first([read.reader for read in reads]), BACKWARD):
-            value = self._compute_again(source.node, {base.node: self._restored[base.node]})
+            restored = {base.node: self._restored[base.node] for base in source.bases}
+            value = self._compute_again(source.node, restored)
         self._replace_reads(source, value, reads)
 
     def _replace_reads(self, source: Source, value: Node, reads: list[Read], tag: str = BACKWARD) -> None:
@@ -294,7 +294,7 @@ class Rewriter:
         mask = mask_of(node)
         if mask is not None and mask in self._restored:
             return self._writer.cast(self._restored[mask], value_of(node).dtype)
-        if node not in self._base or node.op == "placeholder":
+        if node not in self._bases or node.op == "placeholder":
             return node
         if name_of(node) == GETITEM:
             values[node] = self._normalize_again(node, values)

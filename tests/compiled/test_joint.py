@@ -252,10 +252,32 @@ def behind_norm() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), Marked(nn.Linear(64, 64), mark("linear", 2)))
 
 
+def gated(bits: int) -> nn.Module:
+    """Return a layer whose input is a product; backward keeps both factors in eight bits, for each other's gradient."""
+    layers = {name: Marked(nn.Linear(64, 64), mark("linear", 4)) for name in ("gate", "up")}
+    layers["act"] = Marked(nn.SiLU(), mark("activation", 4))
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.sin()
+        return model.down(model.act(model.gate(x)) * model.up(x))
+
+    return Calls(run, down=Marked(nn.Linear(64, 8), mark("linear", bits)), **layers)
+
+
+GATED = [("packed", bits, 16 * 32 * 2 * size) for bits, size in ((4, 18), (4, 18), (8, 34), (8, 34))]
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("make", "shape", "rows", "batches"),
     [
+        (partial(gated, 4), (16, 32, 64), [*GATED, ("again", 0, 0)], 0),
+        (
+            partial(gated, 8),
+            (16, 32, 64),
+            [*GATED, ("packed", 8, 16 * 32 * 2 * 34)],
+            0,
+        ),  # from both it would be rougher
         (behind_affine, (16, 32, 64), [("packed", 4, 16 * 32 * 64 // 32 * 18), ("again", 0, 0)], 0),
         (turned, (4, 3, 16, 16), [("packed", 4, 4 * 64 * 16 // 32 * 18), ("again", 0, 0)], 1),
         (cut, (8, 16, 64), [("packed", 8, 8 * 16 * 196 // 32 * 34)], 1),  # copied, since it makes no rows where it lies
