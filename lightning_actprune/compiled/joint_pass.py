@@ -15,8 +15,9 @@ and copies are reads of one *source*, which is kept in one way:
     jumps, and in tensors that are far smaller or in masks that backward reads anyway: the output of a GELU, a norm, a
     dropout, or a ReLU behind a batch norm, which the next layer reads. The packed value must have as many bits as the
     reader asks for. A product of two such values, as in a SwiGLU, is computed again from both if each has a bit more
-    than the reader asks for: then its error is smaller than that of packing it. Statistics of norms are exact. Values that are pointwise in an unpacked graph input without a
-    gradient are computed again, too, such as a norm of the batch.
+    than the reader asks for: then its error is smaller than that of packing it. Statistics of norms are exact. Values
+    that are pointwise in an unpacked graph input without a gradient are computed again, too, such as a norm of the
+    batch.
 ``signs``
     One exact bit a value, for the output of ``relu``, whose gradient is ``g`` where the output is positive or NaN. It
     may be packed for another reader besides. Drawn masks, as of dropout, are kept in the same way. The compiler fuses
