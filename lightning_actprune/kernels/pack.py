@@ -101,8 +101,6 @@ CONTROL_WORDS = 2 * MOST_TURNS + 3 + 2 * MOST_PARTS
 """Control words per sample of ``select_shared_kernel``: count and arrivals of each turn, extremes, two per part."""
 MAX_TILE = 4096
 """Most keys of a program: 32 a thread at 4 warps."""
-MOST_JOINED = 16384
-"""Most values of a sample that is packed as one row: a kernel is compiled for each length."""
 ONE = tl.constexpr(0x3F800000)
 FP16_MAX = tl.constexpr(65504.0)
 
@@ -642,8 +640,7 @@ def _largest_dropped_launch(samples: int, blocks: int, words: int) -> Launch:
 class QuantizeLaunch:
     """Quantizes all blocks of inputs of one shape and layout.
 
-    Bitmap and offsets are one empty tensor, the same in all calls: nothing is ever written to it. For a kernel, one
-    row a sample is the simplest case: no address has a quotient that is unknown when it is compiled.
+    Bitmap and offsets are one empty tensor, the same in all calls: nothing is ever written to it.
 
     Args:
         shape: ``(S, T, L)``.
@@ -664,19 +661,14 @@ class QuantizeLaunch:
         paired: bool,
     ) -> None:
         samples, rows, length = shape
-        self._samples = samples
-        self._positions: Tensor | None = None
-        whole = length % block_size == 0
-        flat = whole and strides[1] == length and (samples == 1 or strides[0] == rows * length)
-        if whole and not flat and strides[1] == length and rows * length <= MOST_JOINED and not casts:
-            strides, rows, length = (strides[0], 0), 1, rows * length  # a sample is one row
-        elif samples == 1:
-            samples, strides, rows = rows, (strides[1], 0), 1
         columns, encoded = ceil_div(length, block_size), encode_format(bits, block_size)
         blocks = samples * rows * columns
         self.values, self.dtype = values_layout(blocks, block_size, encoded)
+        self._samples = samples
+        self._positions: Tensor | None = None
         block, tile = whole_blocks(block_size)
-        unit = stride_unit(*strides)
+        unit, whole = stride_unit(*strides), length % block_size == 0
+        flat = whole and strides[1] == length and (samples == 1 or strides[0] == rows * length)
         pairs = paired and not casts and block_size == PAIRED_BLOCK.value and whole and unit >= 8
         tile *= 2 if pairs else 1  # a thread has twice as many values
         scalars = strides[0] // unit, strides[1] // unit, rows, blocks
