@@ -489,17 +489,15 @@ class Lowering(NamedTuple):
         fallback_handler: Returns a lowering that calls the operator.
         ir: Inductor's representation of code.
         quotient: Divides an index by a number, rounded down.
-        remainder: Divides an index by one number, and returns the remainder by another.
     """
 
     lowerings: dict[Any, Any]
     fallback_handler: Callable[..., Any]
     ir: Any
     quotient: Callable[[Any, int], Any]
-    remainder: Callable[[Any, int, int], Any]
 
 
-_INDICES = "FloorDiv", "ModularIndexing"
+_QUOTIENT = "torch.utils._sympy.functions.FloorDiv"
 FOR_CALLS = (
     "torch._inductor.lowering.lowerings",
     "torch._inductor.lowering.fallback_handler",
@@ -510,7 +508,7 @@ FOR_CALLS = (
     "torch._inductor.ir.TensorBox.create",
     "torch._inductor.codegen.wrapper.PythonWrapperCodegen",
     "torch._inductor.ir.Pointwise.create",
-    *(f"torch.utils._sympy.functions.{name}" for name in _INDICES),
+    _QUOTIENT,
     _VIRTUALIZED,
     _OPERATIONS,
 )
@@ -522,7 +520,7 @@ def lowering() -> Lowering:
     """Return how inductor writes operators; ``refusal(..., FOR_CALLS)`` says if something is missing."""
     parts = {name: look_up(name) for name in FOR_CALLS}
     lowerings, fallback, ir = list(parts.values())[:3]
-    return Lowering(lowerings, fallback, ir, *(parts[f"torch.utils._sympy.functions.{name}"] for name in _INDICES))
+    return Lowering(lowerings, fallback, ir, parts[_QUOTIENT])
 
 
 def virtualized() -> Any:

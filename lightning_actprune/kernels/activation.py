@@ -29,7 +29,7 @@ from triton.language.extra import libdevice
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.kernels import launch
-from lightning_actprune.kernels.formats import mix, multiply_add
+from lightning_actprune.kernels.formats import add_shifted, mix, multiply_add
 from lightning_actprune.kernels.launch import Launch
 
 INTERPRETED = tl.constexpr(launch.INTERPRETED)
@@ -46,15 +46,10 @@ RUN_ROWS = tl.constexpr(32)
 """Rows that are read as NaN together if one value of them is not finite."""
 
 
-def _upper_bits(bits: int) -> int:
-    """Return the sum, as int32, of the bits of ``INTEGERS`` above eight codes joined to one number, or four bytes."""
-    total = sum(0x4B400000 << bits * place for place in range(min(8, 32 // bits)))
-    return (total + 2**31) % 2**32 - 2**31
-
-
 INTEGERS = tl.constexpr(1.5 * 2.0**23)
 """An fp32 number plus this one is rounded to an integer, which is in the lowest bits of the sum."""
-UPPER_BITS = tl.constexpr(tuple(_upper_bits(bits) for bits in range(1, 9)))
+UPPER_BITS = tl.constexpr(tuple(add_shifted(0x4B400000, bits, min(8, 32 // bits)) for bits in range(1, 9)))
+"""By the bits of a code: the bits of ``INTEGERS`` above eight codes joined to one number, or four bytes."""
 TILE = 128
 """Rows that a program handles at once, twice: one for each thread of 4 warps, so that no code moves between threads."""
 

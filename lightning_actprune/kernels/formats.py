@@ -31,9 +31,10 @@ from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE
 from lightning_actprune.kernels.launch import INTERPRETED
 
 
-def _upper_bits(bits: int) -> int:
-    total: int = sum((0x4B000000 + 2**bits) << bits * place for place in range(32 // bits)) % 2**32
-    return total - 2**32 if total >= 2**31 else total
+def add_shifted(number: int, bits: int, count: int) -> int:
+    """Return the sum, as int32, of ``number`` at the places of ``count`` codes of ``bits`` bits, lowest first."""
+    total = sum(number << bits * place for place in range(count))
+    return (total + 2**31) % 2**32 - 2**31
 
 
 PLACE = tl.constexpr(formats.PLACE)
@@ -56,11 +57,11 @@ INTEGERS = tl.constexpr(1.5 * 2.0**23)
 """An integer plus this number is in the lowest bits of the fp32 sum."""
 WHOLE = tl.constexpr(0x4B000000)
 """The bits of 2^23 as an fp32 number. An integer below that plus 2^23 has the bits of their sum as integers."""
-UPPER_BITS = tl.constexpr(tuple(_upper_bits(bits) for bits in range(1, 9)))
-"""By the bits of a code: the sum of ``WHOLE + 2^bits`` at the place of each code in a number, modulo 2^32."""
+UPPER_BITS = tl.constexpr(tuple(add_shifted(0x4B000000 + 2**bits, bits, 32 // bits) for bits in range(1, 9)))
+"""By the bits of a code: what is above the codes in a word of them."""
 PAIRED_BLOCK = tl.constexpr(32)
 """Values of blocks that are packed from pairs: a thread has a whole block in its registers."""
-INTERPRETED_CODE = tl.constexpr(INTERPRETED)
+WITHOUT_LIBDEVICE = tl.constexpr(INTERPRETED)
 SLOW_REDUCTIONS = tl.constexpr(INTERPRETED)
 """The interpreter has a few fast reductions, and takes a hundred times as long for any other."""
 LEAST_SCALE = tl.constexpr(struct.unpack("i", struct.pack("f", formats.LEAST_SCALE))[0])
@@ -397,7 +398,7 @@ def _codes(x, header, place, base, inverse, B: tl.constexpr, BITS: tl.constexpr)
     # This dither is 2^8 times the real one, and its product with a power of two is exact.
     shifted = dither(header, place, tl.arange(0, x.shape[1]), B, BITS, 8, False).to(tl.float32, bitcast=True)
     total = tl.fma(shifted, 2.0**-8, (x - base[:, None]) * inverse[:, None])
-    if INTERPRETED_CODE:
+    if WITHOUT_LIBDEVICE:
         codes = (total.to(tl.int32, bitcast=True) >> (23 - BITS)) & ((1 << BITS) - 1)
         return codes + (WHOLE + (1 << BITS))
     # A sum with 2^23 that is rounded down has the integer part in its lowest bits.

@@ -154,7 +154,7 @@ def unpack_launch(
     encoded = encode_format(bits, block_size)
     if not encoded or everything:
         tile = (block_size, min(64, tile_width(block_size)), tile[2]) if encoded else tile
-        flat = length % block_size == 0 and not features_first
+        flat = length % block_size == 0 and not features_first and samples * blocks < 2**31
         return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, flat, encoded, **options)
     if not features_first:  # rows follow each other; inner = 1 saves the kernel two divisions a block
         scalars = (length // unit, length // unit, 1, *scalars[3:])

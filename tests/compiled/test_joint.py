@@ -291,6 +291,8 @@ def test_how_little_is_kept(make, shape, rows, batches: int):
     assert [(row.how, row.bits, row.stored_bytes) for row in found.rows if make is not cut or row.bits == 8] == rows
     held = [t.numel() for t in found.kept if t.is_floating_point() and t.numel() >= MODEL.min_values]
     assert held == [x.numel()] * batches
+    if "down.weight" in dense.grads:  # four bits of the product are .999 of it
+        assert torch.cosine_similarity(*(of.grads["down.weight"].flatten() for of in (found, dense)), 0) > 0.9999
 
 
 @pytest.mark.integration
