@@ -13,7 +13,7 @@ from torch.cuda import is_current_stream_capturing
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import simulated_gpu
-from lightning_actprune.codec.packed import LIBRARY, TAGS, Quantize, pack, quantize, unpack
+from lightning_actprune.codec.packed import FLEXIBLE, LIBRARY, Quantize, pack, quantize, unpack
 
 _SAMPLE = 2**20
 """Values of a tensor in which outliers are looked for, the first of them: masks recur in each sample."""
@@ -92,7 +92,7 @@ def _quantize_checked(x: Tensor, block_size: int, bits: int, operation: str, nod
     return quantize(x, block_size, bits)
 
 
-LIBRARY.define("quantize_checked(Tensor x, int block_size, int bits, str operation, str node) -> Tensor", tags=TAGS)
+LIBRARY.define("quantize_checked(Tensor x, int block_size, int bits, str operation, str node) -> Tensor", tags=FLEXIBLE)
 LIBRARY.impl("quantize_checked", _quantize_checked, "CompositeExplicitAutograd")
 
 

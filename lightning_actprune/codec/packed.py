@@ -305,6 +305,8 @@ _unpack_launches = LaunchCache(_unpack_launch)
 
 LIBRARY = torch.library.Library("actprune", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+FLEXIBLE = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+"""Tags of what packs values of any layout."""
 
 LIBRARY.define(
     "pack(Tensor x, int block_size, SymInt keep, int bits=0, str selection='largest') -> "
@@ -319,7 +321,7 @@ LIBRARY.define(
 # One implementation for every device: it chooses between kernels and plain torch itself.
 LIBRARY.impl("pack", as_operator(pack), "CompositeExplicitAutograd")
 LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
-LIBRARY.define("quantize(Tensor x, int block_size, int bits) -> Tensor", tags=TAGS)
+LIBRARY.define("quantize(Tensor x, int block_size, int bits) -> Tensor", tags=FLEXIBLE)
 LIBRARY.define(
     "dequantize(Tensor values, SymInt rows, SymInt length, int block_size, int bits, ScalarType dtype) -> Tensor",
     tags=TAGS,

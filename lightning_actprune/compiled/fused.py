@@ -23,14 +23,15 @@ from lightning_actprune.codec import formats
 from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.codec.private import operations
 from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
-from lightning_actprune.compiled.graphs import VIEWS, multiplies, name_of
+from lightning_actprune.compiled.backward import WRITTEN
+from lightning_actprune.compiled.graphs import VIEWS, is_read_by_product, name_of
 
 _WORD_BITS = 32
 _AFTER_DITHER = 4
 """Bits of an fp32 number behind those of code and dither; the first of them is the half."""
 _GROUP_BITS = 16
 """Codes are shifted twice: by groups of this many bits, equal for all values of a thread, then within a group."""
-_POINTWISE = ops_of(Kind.POINTWISE | Kind.CAST) | backward_of(Kind.POINTWISE)
+_POINTWISE = ops_of(Kind.POINTWISE | Kind.CAST) | backward_of(Kind.POINTWISE) | WRITTEN
 
 
 def is_read_by_pointwise(node: Node) -> bool:
@@ -41,15 +42,11 @@ def is_read_by_pointwise(node: Node) -> bool:
             if user in seen:
                 continue
             seen.add(user)
-            if name_of(user) in VIEWS or (name_of(user) in _POINTWISE and not _is_multiplied(user)):
+            if name_of(user) in VIEWS or (name_of(user) in _POINTWISE and not is_read_by_product(user)):
                 waiting.append(user)
             elif name_of(user) not in _POINTWISE:
                 return False
     return True
-
-
-def _is_multiplied(node: Node) -> bool:
-    return any(multiplies(user) or (name_of(user) in VIEWS and _is_multiplied(user)) for user in node.users)
 
 
 def may_be_fused(length: Any, block_size: int, bits: int) -> bool:

@@ -137,6 +137,11 @@ def multiplies(node: Node) -> bool:
     return name_of(node) in _MULTIPLY or name_of(node).startswith("aten._scaled_dot_product")
 
 
+def is_read_by_product(node: Node) -> bool:
+    """Return True if a product reads a node, or a view of it."""
+    return any(multiplies(user) or (name_of(user) in VIEWS and is_read_by_product(user)) for user in node.users)
+
+
 def first_input(node: Node) -> Node:
     """Return the first input of a node."""
     source = node.args[0]
@@ -343,8 +348,8 @@ class Writer:
         self._tag: str | None = None
 
     @contextmanager
-    def before(self, node: Node, tag: str) -> Iterator[None]:
-        """Add nodes before ``node``; ``tag`` tells the partitioner where they belong."""
+    def before(self, node: Node, tag: str | None) -> Iterator[None]:
+        """Add nodes before ``node``; ``tag`` tells the partitioner, if it is still to run, where they belong."""
         self._tag = tag
         with self.graph.inserting_before(node):
             yield

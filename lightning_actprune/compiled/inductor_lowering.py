@@ -27,6 +27,7 @@ from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
 from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.compiled.decision_log import pop_pending_text
 from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpack_in_kernel
+from lightning_actprune.compiled.graphs import VIEWS, first_input, name_of, value_of
 from lightning_actprune.compiled.signs import lower_signs
 
 _own = torch.ops.actprune
@@ -46,6 +47,7 @@ def register_lowerings() -> None:
 
 def _quantize(x: Any, block_size: int, bits: int, *site: str) -> Any:
     """Quantize ``x``, and look for outliers if ``site`` says which operation saves which node."""
+    x = _realize(x)
     samples, rows, length = x.get_size()
     size = samples * rows * ceil_div(length, block_size), row_bytes(block_size, bits, 0)
     if not _in_python():
@@ -53,6 +55,21 @@ def _quantize(x: Any, block_size: int, bits: int, *site: str) -> Any:
         return inductor().fallback_handler(operator.default)(x, block_size, bits, *site)
     name = "CheckedQuantize" if site else "Quantize"
     return _call(f"{name}{(block_size, bits, *site)}", x, (), size, torch.uint8)
+
+
+def _realize(x: Any) -> Any:
+    """Return the first input of the current operator as a view of memory, with the strides of the graph.
+
+    Without this, inductor would compute a view of a value apart from the value, which others read.
+    """
+    ir, node = inductor().ir, virtualized().graph.current_node.args[0]
+    source, base = node, x.unwrap_view()
+    while name_of(source) in VIEWS:
+        source = first_input(source)
+    if not ir.is_storage_and_layout(base) and list(base.get_size()) == list(value_of(source).shape):
+        base.realize()
+        ir.ExternKernel.require_exact_strides(ir.TensorBox(base), value_of(source).stride())
+    return ir.ExternKernel.require_exact_strides(x, value_of(node).stride())
 
 
 def _pack(*args: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
 from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, joint_passes, refusal
+from lightning_actprune.compiled.backward import write_backward
 from lightning_actprune.compiled.decision_log import (
     DecisionLog,
     PackedGraph,
@@ -162,7 +163,8 @@ class _Installed:
                 log.add_graph(packed.rows)
 
     def _settle(self, graph: Graph) -> None:
-        """Settle the decisions on the last joint graph, if ``graph`` is its forward."""
+        """Rewrite a backward, and settle the decisions on the last joint graph, if ``graph`` is its forward."""
+        write_backward(graph)
         if self._last is None:
             return
         rows = self._last.settle(graph)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS, ceil_div
+from lightning_actprune.codec.dispatch import KERNEL_DTYPES
 from lightning_actprune.codec.saved_ops import Kind, ops_of
 from lightning_actprune.compiled.decide import Bases, Source, find_cast_inputs
 from lightning_actprune.compiled.graphs import (
@@ -35,6 +36,7 @@ from lightning_actprune.compiled.graphs import (
     value_of,
 )
 from lightning_actprune.compiled.layout import Layout, memory_order
+from lightning_actprune.compiled.readers import is_softmax
 from lightning_actprune.compiled.signs import PER_BYTE
 
 _FEW_BITS = 4
@@ -110,10 +112,13 @@ class Rewriter:
 
     def _computed(self, source: Source) -> Node:
         """Return the node to pack, as a node of forward: blocks that run again make casts of their own."""
-        if source.packed in self._joint.forward:
+        dtype = value_of(source.packed).dtype
+        if dtype == torch.float32 and is_softmax(source.node):
+            dtype = torch.float16  # exact to 2^-12, where codes of 8 bits are to 2^-9
+        elif source.packed in self._joint.forward:
             return source.packed
         with self._writer.before(after(source.node), FORWARD):
-            return self._writer.cast(source.node, value_of(source.packed).dtype)
+            return self._writer.cast(source.node, dtype)
 
     def _compress(self, source: Source, rows: Node) -> list[Node]:
         """Return the packed tensors of a source with the values ``rows [S, T, L]``."""
@@ -145,13 +150,16 @@ class Rewriter:
         way, layout, writer = source.way, source.layout, self._writer
         assert way is not None
         assert layout is not None
-        how = layout.shape[2], layout.block, way.bits, self._dtype(source, value)
+        length, inner = layout.shape[2], value.shape[layout.order[-1]]
+        if not way.drops and isinstance(inner, int) and length == layout.block and inner % length == 0:
+            length = inner  # in whole rows, so that inductor's kernels run over one dimension
+        how = length, layout.block, way.bits, self._dtype(source, value)
         if way.drops:
             count = writer.compute(operator.mul, writer.size(rows, 0), writer.size(rows, 1))
             flat = writer.call(_own.unpack.default, *stored, count, *how)
         else:
             (values,) = stored
-            count = writer.compute(operator.floordiv, writer.size(values, 0), ceil_div(layout.shape[2], layout.block))
+            count = writer.compute(operator.floordiv, writer.size(values, 0), ceil_div(length, layout.block))
             flat = writer.call(_own.dequantize.default, values, count, *how)
         dense = writer.call(_aten.view.default, flat, self._sizes(source.node, layout.order))
         return self._undo_permute(dense, layout.order)
@@ -164,10 +172,15 @@ class Rewriter:
         return self._permute(node, tuple(order.index(dim) for dim in range(len(order))))
 
     def _dtype(self, source: Source, value: Tensor) -> torch.dtype:
-        """Return the type of the unpacked value: bf16 if few bits were stored of fp32 and no product needs fp32."""
+        """Return the type of the unpacked value: that in which all read it, or bf16 if bits are few."""
         assert source.way is not None
+        reads, is_base = source.reads_of("values"), any(source in other.bases for other in self._sources)
+        types = {value_of(read.node).dtype for read in reads}
+        narrow = [dtype for dtype in types if dtype in KERNEL_DTYPES and dtype.itemsize < value.dtype.itemsize]
+        if len(types) == len(narrow) == 1 and not is_base:
+            return narrow[0]
         few = 0 < source.way.bits <= _FEW_BITS and value.dtype == torch.float32
-        return torch.bfloat16 if few and not any(multiplies(read.reader) for read in source.reads) else value.dtype
+        return torch.bfloat16 if few and not any(multiplies(read.reader) for read in reads) else value.dtype
 
     def _sizes(self, node: Node, order: tuple[int, ...] | None) -> list[int | Node]:
         """Return the sizes of a node with its dimensions in this order, and -1 for the first symbol."""

@@ -102,6 +102,46 @@ def test_what_an_activation_function_reads_is_not_unpacked_and_what_a_norm_reads
     assert len(re.findall(r"torch\.ops\.aten\.view\.dtype\(", code)) == 2  # codes of four bits, and headers
 
 
+class Summed(nn.Module):
+    """A norm of a sum, which nothing but the norm and packing reads, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm = Marked(nn.LayerNorm(64), mark("norm", 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.first(x) + nn.functional.dropout(self.second(x).abs())
+        return self.norm(added.transpose(0, 1))
+
+
+@pytest.mark.integration
+def test_a_value_is_computed_once_for_its_readers_and_to_be_packed():
+    torch._dynamo.reset()
+    compiled, x = torch.compile(Summed(), fullgraph=True), torch.randn(24, 32, 64)
+    with uncached(), CompiledPacking() as packing:
+        _, (forward, *_) = run_and_get_code(lambda: compiled(x))
+    assert any(row.how == "packed" for row in packing.rows)
+    assert len(re.findall(r"^ +cpp_fused_\w*abs\w*\(", forward, re.MULTILINE)) == 1
+
+
+@pytest.mark.integration
+def test_a_softmax_is_packed_and_unpacked_in_fp16():
+    layers, x = nn.ModuleList([Marked(nn.Linear(64, 64), mark("linear", 4)) for _ in range(3)]), torch.randn(4, 64, 64)
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (layer(x) for layer in self.layers)
+            return (q @ k.mT * 0.1).softmax(-1) @ v
+
+    _, code, _ = steps(Attending(), x)
+    assert "= Dequantize(32, 8, torch.float16)" in code
+
+
 def values(rows: int, length: int, device: str) -> Tensor:
     """Return values with what is not usual among them: NaN, Inf, zeros, a block of equal ones, large and tiny ones."""
     torch.manual_seed(rows)
