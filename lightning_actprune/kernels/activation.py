@@ -308,7 +308,7 @@ def smooth(x, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FP32: tl
         y = _tanh(x)
         derivative = 1.0 - y * y
     elif FUNCTION == "softplus":
-        e = _exp(tl.minimum(x * P, Q, propagate_nan=tl.PropagateNan.ALL), FP32)
+        e = _exp(tl.where(x * P > Q, Q, x * P), FP32)
         y = tl.where(x * P > Q, x, _log1p(e) / P)
         derivative = tl.where(x * P > Q, 1.0, e / (1.0 + e))
     elif FUNCTION == "elu":
@@ -322,8 +322,7 @@ def smooth(x, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FP32: tl
         part = 4.0 * e * (1.0 + e) / ((n + 2.0) * (n + 2.0))
         derivative = n / (n + 2.0) + tl.where((x > 20.0) & (x < float("inf")), 0.0, x) * part
     else:
-        y = x * tl.minimum(tl.maximum(x + 3.0, 0.0, propagate_nan=tl.PropagateNan.ALL), 6.0,
-                           propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)  # fmt: skip
+        y = x * tl.where(x < -3.0, 0.0, tl.where(x > 3.0, 6.0, x + 3.0)) * (1.0 / 6.0)
         derivative = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x * (1.0 / 3.0) + 0.5))
     return y, derivative
 

@@ -310,7 +310,7 @@ def quantize_tile(
     """
     x, inside = x.to(tl.float32), (tl.arange(0, BLOCK) < B)[None, :]
     low = tl.min(x if B == BLOCK else tl.where(inside, x, float("inf")), axis=1)
-    high = _largest(x if B == BLOCK else tl.where(inside, x, -float("inf")))
+    high = _largest(x if B == BLOCK else tl.where(inside, x, -float("inf")), (FORMAT >> 16) & 255 == 8)
     _store_blocks(x, low, high, values_ptr, count, place, stored, B, BLOCK, FORMAT)
 
 
@@ -320,7 +320,7 @@ def quantize_pairs(pairs, values_ptr, count, place, stored, FP16: tl.constexpr, 
     first, second = split_pairs(pairs, FP16)
     if SLOW_REDUCTIONS:
         low = tl.minimum(tl.min(first, axis=1), tl.min(second, axis=1))
-        high = _larger(_largest(first), _largest(second))
+        high = _larger(_largest(first, False), _largest(second, False))
     else:
         lows, highs = pairs, pairs
         for _ in tl.static_range(4):
@@ -411,9 +411,12 @@ def _larger(a, b):
 
 
 @triton.jit
-def _largest(x):
-    """Return the largest value of each row, NaN if a value of it is NaN."""
-    if SLOW_REDUCTIONS:
+def _largest(x, BYTES: tl.constexpr):
+    """Return the largest value of each row, NaN if a value of it is NaN.
+
+    No instruction may do both in a kernel that writes ``BYTES``: Triton 3.8 may then write others (its issue 11111).
+    """
+    if SLOW_REDUCTIONS or BYTES:
         return tl.max(x, axis=1) + tl.sum(tl.where(x != x, x, 0.0), axis=1)
     return tl.reduce(x, 1, _larger)
 

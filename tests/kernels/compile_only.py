@@ -51,7 +51,7 @@ NARROW_ROW = 196
 """Values of a row that 4 divides and 8 does not."""
 UNSCALED = {"keys_ptr": None}
 """What a kernel that copies or quantizes blocks gets if these are not scaled."""
-FORMATS = [(4, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 256), (2, 16)]
+FORMATS = [(4, 32), (2, 64), (8, 32), (3, 32), (4, 24), (3, 24), (4, 256), (2, 16)]
 """Bits and block sizes."""
 WIDE = (4, 1024)
 """The largest block, which the weight gradient does not dequantize by itself."""
@@ -345,7 +345,7 @@ def features(ptx: str) -> dict[str, int]:
         "async_small": r"cp\.async\.ca\.shared\.global", "load16": r"ld\.global[\w.:]*\.v4\.b32",
         "store16": r"st\.global[\w.:]*\.v4\.b32", "load8": r"ld\.global[\w.:]*\.v2\.b32",
         "store8": r"st\.global[\w.:]*\.v2\.b32", "load2": r"ld\.global[\w.:]*\.b16",
-        "store2": r"st\.global[\w.:]*\.b16",
+        "store2": r"st\.global[\w.:]*\.b16", "nan": r"\b(?:min|max)\.NaN",
     }  # fmt: skip
     return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
 

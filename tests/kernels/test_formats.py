@@ -13,7 +13,9 @@ from lightning_actprune.codec.blocks import ALL_BLOCKS, RUN_BLOCKS
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.codec.formats import PLANES
 from lightning_actprune.codec.packed import pack, unpack_batch
+from lightning_actprune.kernels import pack as kernels
 from lightning_actprune.kernels.formats import THREAD_VALUES
+from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.kernels.places import choose_turns
 from tests.kernels.agreement import check_launch
 from tests.support.marks import cover
@@ -147,6 +149,23 @@ def test_whole_blocks_of_16_bits(kernel_device, bits, dtype):
     x[1] = torch.randn(6, 128, device=kernel_device)
     for part in (x, x[:, ::2, 32:], x.transpose(0, 1)):
         check(part, 32, ALL_BLOCKS, bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_codes_that_are_no_whole_words(warps, tile, monkeypatch):
+    """How a compiler arranges the stores of single bytes depends on both."""
+
+    def launch(kernel, grid, *numbers, num_warps):
+        *constants, old, encoded = numbers
+        return Launch(kernel, (triton.cdiv(grid[0] * old, tile),), *constants, tile, encoded, num_warps=warps)
+
+    monkeypatch.setattr(kernels, "Launch", launch)
+    for dtype in DTYPES:
+        x = peculiar(dtype, "cuda").repeat(2, 3, 1)
+        for part in (x, x.transpose(0, 1)):
+            check_launch(part, 24, ALL_BLOCKS, bits=3)
 
 
 def test_tensors_without_positions_share_one_that_autograd_may_save(kernel_device):
