@@ -89,7 +89,7 @@ class Source:
     @property
     def operation(self) -> str:
         """The operation that a warning of outliers names, ``""`` to look for none."""
-        ways = (way for way in self.ways.values() if isinstance(way, Values))
+        ways = (way for way in (*self.ways.values(), self.way) if isinstance(way, Values))
         return next((way.operation for way in ways if way.operation), "")
 
     @property
@@ -157,7 +157,7 @@ Bases = dict[Node, tuple[Source, ...]]
 
 
 def decide(joint: Joint, model: Model, sources: list[Source]) -> Bases:
-    """Decide how to store each source, and return what backward may compute again."""
+    """Decide how to store each source, add those from which others are computed, and return what may be again."""
     by_node = {source.node: source for source in sources}
     read_nodes = {source_of(node) for node in joint.forward if joint.reads(node)}
     constants = joint.without_gradient - joint.changing
@@ -174,12 +174,16 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> Bases:
                 source.how, source.reason = "uncompressed", str(refusal)
         if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
             bases[node] = (source,)
+            narrow = _find_narrow_factor(joint, source)
+            if narrow is not None and narrow not in by_node:
+                sources.append(_pack_factor(source, narrow, bases))
         elif own_bases:
             bases[node] = own_bases
         elif node in read_nodes and node in constants:
             value = value_of(node)
             if value.dtype in KERNEL_DTYPES and count_of(value) >= model.min_values:
                 bases[node] = (Source(node, [], way=EXACT),)
+    sources.sort(key=lambda source: joint.order[source.node])
     return bases
 
 
@@ -250,6 +254,27 @@ def _lay_out(source: Source) -> None:
                 raise
         source.way = Values(source.way.bits, source.way.block_size)
     source.layout = layout_of(packed, source.way)
+
+
+def _find_narrow_factor(joint: Joint, source: Source) -> Node | None:
+    """Return the value of which a source is a multiple, if it has fewer bytes, such as a query before its scale."""
+    node = source.node
+    if name_of(node) != "aten.mul" or isinstance(node.args[1], Node):
+        return None
+    factor, value = source_of(first_input(node)), value_of(node)
+    narrow = value_of(factor)
+    is_narrow = narrow.dtype in KERNEL_DTYPES and narrow.dtype.itemsize < value_of(source.packed).dtype.itemsize
+    is_free = factor in joint.forward and factor.op != "placeholder" and memory_of(factor) not in joint.retained
+    return factor if is_narrow and is_free and count_of(narrow) == count_of(value) else None
+
+
+def _pack_factor(source: Source, factor: Node, bases: Bases) -> Source:
+    """Return the factor as a source to pack in place of ``source``, which is computed again from it."""
+    packed = Source(factor, [], how="packed", way=source.way)
+    _lay_out(packed)
+    bases.update(dict.fromkeys((*path(first_input(source.node), factor), source.node), (packed,)))
+    source.how, source.bases, source.layout = "again", (packed,), None
+    return packed
 
 
 def _find_bases(joint: Joint, node: Node, bases: Bases, model: Model) -> tuple[Source, ...]:

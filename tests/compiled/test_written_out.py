@@ -113,6 +113,21 @@ def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
     assert nbytes(found.kept) < 0.7 * nbytes(dense.kept)
 
 
+def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As torch writes out attention of 16 bits: both factors are scaled in fp32."""
+    return (q.float() * 0.5 @ (k.float() * 0.5).mT).softmax(-1).to(v.dtype) @ v
+
+
+def test_queries_and_keys_are_packed_before_they_are_scaled_in_fp32():
+    torch.manual_seed(0)
+    model, x = Attention(scaled, 8).bfloat16(), torch.randn(4, 48, 64).bfloat16()
+    found, dense = (step(model, x, packs=packs, backend="aot_eager") for packs in (True, False))
+    assert [row.how for row in found.rows if row.name == "aten.mul"] == ["again", "again"]
+    packed = [row for row in found.rows if row.how == "packed" and row.dtype == torch.bfloat16 and not row.readers]
+    assert [(row.bits, row.shape) for row in packed] == [(8, (4, HEADS, 48, 32))] * 2
+    assert worst_cosine(found, dense) > 0.99
+
+
 WEIGHS_NO_VALUES = "it is a softmax that does more than weigh values"
 READS = [
     lambda p: p * (p + 1e-6).log(),

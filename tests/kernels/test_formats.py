@@ -163,7 +163,7 @@ def test_codes_that_are_no_whole_words(warps, tile, monkeypatch):
 
     monkeypatch.setattr(kernels, "Launch", launch)
     for dtype in DTYPES:
-        x = peculiar(dtype, "cuda").repeat(2, 3, 1)
+        x = peculiar(dtype, torch.device("cuda")).repeat(2, 3, 1)
         for part in (x, x.transpose(0, 1)):
             check_launch(part, 24, ALL_BLOCKS, bits=3)
 
