@@ -23,6 +23,9 @@ STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D")
           ("#999999", "X")]  # fmt: skip
 SETTINGS = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
 TIMELINE = "vit_base_patch16_224"
+COMPILED_METHODS = "checkpoint", "compiler:0.5", "max", "recompute"
+COMPILED_MODELS = ("vit_base_patch16_224", "convnext_tiny", "resnet50", "UNet", "GPT2LMHeadModel")
+COMPILED_MODELS += ("LlamaForCausalLM, 1.1B", "BertForSequenceClassification", "resmlp_12_224")
 
 
 def save(figure: Figure, path: Path, colors: int = 64) -> None:
@@ -50,29 +53,54 @@ def draw_methods(axes: Axes, records: Records, dense: dict[str, Any], styles: di
     axes.margins(x=0.2, y=0.15)
 
 
+def panels_of(count: int, columns: int, unit: str) -> tuple[Figure, list[Axes]]:
+    """Return a figure with ``count`` panels of peak and time, ``columns`` side by side."""
+    rows = -(-count // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.6 * rows + 0.4), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    for axes in panels[:count]:
+        axes.set_xlabel(f"peak of a step, {unit} = 1")
+    for axes in panels[::columns]:
+        axes.set_ylabel(f"time of a step, {unit} = 1")
+    return figure, panels[:count]
+
+
+def explain(figure: Figure, styles: dict[str, Any]) -> None:
+    """Write what the markers mean below the panels."""
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle="", label=m) for m, (color, marker) in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=len(handles))
+
+
 def frontier() -> Figure:
     """Draw the peak of a step against its time, a panel for each model; compiled steps are hollow."""
     eager = groups(select("steps", table="trainer"), "model")
     compiled = groups(select("steps", table="compiled", mode="default"), "model")
     methods = dict.fromkeys(r["method"] for rows in (*eager.values(), *compiled.values()) for r in rows)
     styles = {"dense": ("black", "o")} | dict(zip((m for m in methods if m != "dense"), cycle(STYLES), strict=False))
-    rows = -(-len(eager) // 5)
-    figure = Figure(figsize=(13, 2.6 * rows + 0.4), layout="constrained")
-    panels = figure.subplots(rows, 5, squeeze=False).flatten()
-    for axes in panels[len(eager) :]:
-        axes.set_axis_off()
-    for axes, (key, records) in zip(panels, eager.items(), strict=False):
+    figure, panels = panels_of(len(eager), 5, "eager dense")
+    for axes, (key, records) in zip(panels, eager.items(), strict=True):
         dense = next(r for r in records if r["method"] == "dense")
         draw_methods(axes, records, dense, styles, hollow=False)
         draw_methods(axes, compiled.get(key, []), dense, styles, hollow=True)
         axes.set_title(key[0])
-        axes.set_xlabel("peak of a step, eager dense = 1")
-    for axes in panels[::5]:
-        axes.set_ylabel("time of a step, eager dense = 1")
-    handles = [
-        Line2D([], [], color=color, marker=marker, linestyle="", label=m) for m, (color, marker) in styles.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=len(handles))
+    explain(figure, styles)
+    return figure
+
+
+def compiled_frontier() -> Figure:
+    """Draw the peak of a compiled step against its time, a panel for each model."""
+    compiled = groups(select("steps", table="compiled", mode="default"), "model")
+    styles = {"dense": ("black", "o")} | dict(zip(COMPILED_METHODS, STYLES, strict=False))
+    figure, panels = panels_of(len(COMPILED_MODELS), 4, "compiled dense")
+    for axes, model in zip(panels, COMPILED_MODELS, strict=True):
+        records = [r for r in compiled[(model,)] if r["method"] in styles]
+        draw_methods(axes, records, next(r for r in records if r["method"] == "dense"), styles, hollow=False)
+        axes.set_title(model)
+    explain(figure, styles)
     return figure
 
 
@@ -119,5 +147,6 @@ def draw_all(folder: Path) -> None:
     """Draw all pictures into a folder."""
     with matplotlib.rc_context(SETTINGS):
         save(frontier(), folder / "frontier.png", colors=256)
+        save(compiled_frontier(), folder / "frontier_compiled.png")
         save(differences(), folder / "trainings.png")
         save(timeline(), folder / f"timeline_{TIMELINE}.png", colors=128)

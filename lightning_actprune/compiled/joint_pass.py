@@ -9,7 +9,8 @@ and copies are reads of one *source*, which is kept in one way:
     The source, or its cast to fewer bytes, is packed right after the node that computes it, and unpacked right before
     its first reader (``torch.ops.actprune.pack`` and ``unpack``, opaque to the compiler). Each reader gets its views
     and casts of the unpacked value. The bytes are those of eager mode. If readers ask for different bits, the most
-    count (``readers.combine_ways``).
+    count (``readers.combine_ways``). A softmax in fp32 is packed from fp16. In place of a multiple of a value of fewer
+    bytes, such as a query that is scaled in fp32, that value is packed.
 ``again``
     Nothing is stored. The value is computed again in backward from one packed value, if it is pointwise in it, without
     jumps, and in tensors that are far smaller or in masks that backward reads anyway: the output of a GELU, a norm, a
