@@ -366,7 +366,8 @@ def test_a_fit_learns_what_the_dense_one_does(caplog):
     pruning = ActivationPruning("recompute", rules={"body.4": None}, verbose=1)
     ours = Dropping()  # seeds what it drops out, too
     assert warnings_of(fit, ours, pruning, monitor, about="checkpoint", **options) == []
-    assert torch.equal(ours.losses[0], dense.losses[0])
+    # Other dropout would change the first digit; a norm in plain torch rounds as the dense one on some CPUs only.
+    torch.testing.assert_close(ours.losses[0], dense.losses[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(torch.stack(ours.losses), torch.stack(dense.losses), rtol=0.01, atol=0.01)
     assert_plain(ours)
     assert not any(isinstance(module, RecomputedModule) for module in ours.modules())
