@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -211,11 +210,6 @@ class Quantize:
         launch = self._launches.find((), x)
         return quantize(x, *self._how) if launch is None else launch.store(x)
 
-    def compile_ahead(self, device: torch.device, x: TensorKey) -> Future[Any] | None:
-        """Compile what an input needs, see ``kernels.launch.Launch``."""
-        launch = self._launch(device, x)
-        return None if launch is None else launch.compile_ahead(device, x[2])
-
     def _launch(self, device: torch.device, x: TensorKey) -> QuantizeLaunch | None:
         block_size, bits = self._how
         if x[1][2] != 1 or kept_blocks(x[0], block_size, ALL_BLOCKS) > MAX_KEPT_BLOCKS:
@@ -244,11 +238,6 @@ class Dequantize:
         out = values.new_empty((rows, length), dtype=self._how[2])
         launch(values, values, values, out)  # the kernel does not read bitmap and offsets
         return out
-
-    def compile_ahead(self, device: torch.device, values: TensorKey, rows: int, length: int) -> Future[Any] | None:
-        """Compile what an input needs, see ``kernels.launch.Launch``."""
-        launch = self._launch(device, values, rows, length)
-        return None if launch is None else launch.compile_ahead(device, *[torch.uint8] * 3, self._how[2])
 
     def _launch(self, device: torch.device, values: TensorKey, rows: int, length: int) -> Launch | None:
         block_size, bits, dtype = self._how

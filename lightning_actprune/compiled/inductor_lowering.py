@@ -15,7 +15,6 @@ If this torch lacks one of the names used here, and in code that is not Python, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.codec.packed import Dequantize, Quantize
 from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
 from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.compiled.decision_log import pop_pending_text
@@ -56,7 +54,6 @@ def _quantize(x: Any, block_size: int, bits: int, *site: str) -> Any:
         operator = _own.quantize_checked if site else _own.quantize
         return inductor().fallback_handler(operator.default)(x, block_size, bits, *site)
     name = "CheckedQuantize" if site else "Quantize"
-    _compile_ahead(Quantize(block_size, bits), x)
     return _call(f"{name}{(block_size, bits, *site)}", x, (), size, torch.uint8)
 
 
@@ -97,17 +94,7 @@ def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int,
         return handler(values, rows, length, block_size, bits, dtype)
     if may_be_fused(length, block_size, bits) and is_read_by_pointwise(virtualized().graph.current_node):
         return unpack_in_kernel(values, rows, length, block_size, bits, dtype)
-    _compile_ahead(Dequantize(block_size, bits, dtype), values, rows, length)
     return _call(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
-
-
-def _compile_ahead(packer: Quantize | Dequantize, x: Any, *numbers: Any) -> None:
-    """Compile the kernel of a call while inductor compiles others, unless sizes are symbols."""
-    device = x.get_device()
-    with contextlib.suppress(TypeError):  # of a symbol
-        sizes, strides, numbers = (tuple(map(int, of)) for of in (x.get_size(), x.get_stride(), numbers))
-        if device.type == "cuda":
-            packer.compile_ahead(device, (torch.Size(sizes), strides, x.get_dtype(), True), *numbers)
 
 
 def _in_python() -> bool:

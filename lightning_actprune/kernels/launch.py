@@ -15,7 +15,6 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -56,26 +55,8 @@ class Launch:
         if not INTERPRETED:  # comes last, since another thread may wait for it
             self._run = runner(compiled, tensors[0].device.index, self._grid, self._scalars) or self._by_triton
 
-    def compile_ahead(self, device: torch.device, *types: torch.dtype) -> Future[Any] | None:
-        """Compile the kernel in another thread, for tensors of these types that start at multiples of 16 bytes.
-
-        A launch that comes before the thread has ended, or after it has failed, compiles the kernel itself.
-        """
-        if self._run is not None or INTERPRETED:
-            return None
-        return _compilers().submit(self._compile, device, types)
-
-    def _compile(self, device: torch.device, types: tuple[torch.dtype, ...]) -> None:
-        with torch.cuda.device(device):
-            self._kernel.warmup(*types, *self._scalars, grid=self._grid, **self._options)
-
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         return self._kernel[self._grid](*tensors, *self._scalars, **self._options)
-
-
-@functools.cache
-def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(4, "actprune compiler")
 
 
 def _run_nothing(tensors: tuple[Tensor, ...]) -> None:

@@ -51,9 +51,6 @@ squares ``[S, N]`` (as bits) and the largest dropped keys ``[S]``, zero before.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -685,10 +682,6 @@ class QuantizeLaunch:
             with torch.inference_mode(False):  # inference tensors cannot be saved for backward
                 self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
         return values, self._positions, self._positions
-
-    def compile_ahead(self, device: torch.device, dtype: torch.dtype) -> Future[Any] | None:
-        """Compile for inputs of this type, see ``Launch``."""
-        return self._store.compile_ahead(device, dtype, dtype, torch.uint8)
 
     def store(self, x: Tensor, copy: Tensor | None = None) -> Tensor:
         """Return the values alone."""

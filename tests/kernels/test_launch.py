@@ -12,11 +12,8 @@ import triton
 from triton.backends.nvidia.driver import CudaLauncher
 
 from lightning_actprune.codec import dispatch
-from lightning_actprune.codec.packed import Dequantize, Quantize, quantize
 from lightning_actprune.kernels import launch
 from lightning_actprune.kernels.launch import Launch, runner
-from lightning_actprune.kernels.pack import quantize_all_kernel
-from lightning_actprune.kernels.unpack import unpack_kernel
 
 GRID, STREAM, SCALARS = (3, 2, 1), 12345, (7, False, 64)
 FIXED = ("function", (1, 2), None, None, None)
@@ -133,17 +130,3 @@ def test_triton_launches_the_first_time_or_always(make, by_triton, monkeypatch):
 
 def test_launcher_of_this_triton_is_known():
     assert tuple(map(str, inspect.signature(triton_launcher()).parameters.values())) in launch._KNOWN
-
-
-@pytest.mark.gpu
-def test_a_launch_finds_what_was_compiled_ahead():
-    """Sizes are those of no other test."""
-    x = torch.randn(1, 30, 416, device="cuda", dtype=torch.bfloat16)
-    stored = quantize(x, 16, 4)
-    packers = (Quantize(32, 3), x, ()), (Dequantize(16, 4, torch.float16), stored, (30, 416))
-    for (packer, tensor, numbers), kernel in zip(packers, (quantize_all_kernel, unpack_kernel), strict=True):
-        before = len(kernel.device_caches[0][0])
-        packer.compile_ahead(x.device, (tensor.shape, tensor.stride(), tensor.dtype, True), *numbers).result()
-        assert len(kernel.device_caches[0][0]) == before + 1
-        packer(tensor, *numbers)
-        assert len(kernel.device_caches[0][0]) == before + 1
