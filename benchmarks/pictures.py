@@ -99,6 +99,8 @@ def compiled_frontier() -> Figure:
     for axes, model in zip(panels, COMPILED_MODELS, strict=True):
         records = [r for r in compiled[(model,)] if r["method"] in styles]
         draw_methods(axes, records, next(r for r in records if r["method"] == "dense"), styles, hollow=False)
+        axes.set_xticks([0.25, 0.35, 0.5, 0.7, 1.0])
+        axes.set_yticks([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
         axes.set_title(model)
     explain(figure, styles)
     return figure
