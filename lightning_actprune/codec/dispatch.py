@@ -449,7 +449,8 @@ def no_view(y: Tensor) -> Tensor:
     """Return ``y``, which only its function holds, as a tensor of the same memory that is no view to autograd.
 
     Autograd lets nobody write to a view that a function returns, or to a part of it (``y += x``, an in-place ReLU), and
-    many of torch's functions return one, such as ``F.linear`` of a contiguous tensor of three dimensions.
+    many of torch's functions return one, such as ``F.linear`` of a contiguous tensor of three dimensions. And a
+    function that returns ``y.contiguous()`` of what is contiguous gets no gradient from what torch 2.11 compiles.
     """
     if is_compiling():
         return unsafe_view(y, y.shape)

@@ -184,7 +184,7 @@ class ChannelNormFunction(torch.autograd.Function):
             move(running, statistics, x)  # before saving, because a checkpoint that runs again may stop there
         ctx.save_for_backward(values, statistics, weight)
         if x.device.type == "cpu":
-            y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
+            y = no_view(y.contiguous(memory_format=dense_format(x, setting.groups == 0)))
         elif not setting.groups:
             y = _laid_out(y, x, weight, bias, fixed is None, setting.eps, eager)
         if eager:

@@ -198,7 +198,7 @@ def _laid_out(y: Tensor, x: Tensor, setting: NormSetting, eager: bool) -> Tensor
     if setting.keeps_layout:
         return laid_out_as(x, y)
     if setting.normed and not setting.centred and (eager or x.device.type == "cpu"):
-        return y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
+        return no_view(y.contiguous(memory_format=dense_format(x)))  # torch's RMSNorm
     return y
 
 
