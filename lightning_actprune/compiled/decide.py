@@ -15,6 +15,7 @@ from lightning_actprune.codec.dispatch import KERNEL_DTYPES
 from lightning_actprune.codec.saved_ops import Kind, ops_of
 from lightning_actprune.compiled.graphs import (
     CASTS,
+    FEWER,
     FILLS,
     GETITEM,
     WEIGHTS,
@@ -50,8 +51,6 @@ from lightning_actprune.compiled.readers import (
 _STATISTICS = ops_of(Kind.STATISTIC)
 _STEADY = ops_of(Kind.STEADY)
 """Operations that backward may compute again from quantized values; relu's gradient uses stored signs."""
-_FEWER = 16
-"""A tensor with this many times fewer values than a packed one may stay, to compute something again from both."""
 NORM = "aten.native_layer_norm"
 EXACT = Values(64, 1)
 """The way of uncompressed values: it has enough bits for every reader."""
@@ -157,7 +156,10 @@ Bases = dict[Node, tuple[Source, ...]]
 
 
 def decide(joint: Joint, model: Model, sources: list[Source]) -> Bases:
-    """Decide how to store each source, add those from which others are computed, and return what may be again."""
+    """Decide how to store each source, and return what backward may compute again.
+
+    A source that is computed from a factor of fewer bytes adds this factor to ``sources``.
+    """
     by_node = {source.node: source for source in sources}
     read_nodes = {source_of(node) for node in joint.forward if joint.reads(node)}
     constants = joint.without_gradient - joint.changing
@@ -292,7 +294,7 @@ def _find_bases(joint: Joint, node: Node, bases: Bases, model: Model) -> tuple[S
     chosen = tuple(base for base in found if base.how == "packed") or tuple(found)
     if len(chosen) != 1 and not _multiplies_two(node, chosen, bases):
         return ()
-    most = max(count_of(value_of(chosen[0].node)) // _FEWER, model.min_values)
+    most = max(count_of(value_of(chosen[0].node)) // FEWER, model.min_values)
     for other in inputs:
         value = tensor_of(other)
         mask = mask_of(other)

@@ -37,6 +37,8 @@ from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 Size: TypeAlias = "int | torch.SymInt"
 
 GETITEM = "getitem"
+FEWER = 16
+"""A tensor with this many times fewer values, such as a statistic or a weight, is small beside another."""
 VIEWS = ops_of(Kind.VIEW)
 """Operations whose result has all values of their input, in its memory."""
 CASTS = ops_of(Kind.CAST)

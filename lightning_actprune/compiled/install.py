@@ -128,7 +128,7 @@ class _Installed:
         self._passes: list[tuple[Any, str, Any]] = []
         for config, name, kind, run in (
             (places.inductor, "joint_custom_post_pass", inductor_pass, self._pack),
-            (places.inductor, "post_grad_custom_pre_pass", inductor_pass, self._settle),
+            (places.inductor, "post_grad_custom_pre_pass", inductor_pass, self._finish),
             (places.functorch, "joint_custom_pass", _FunctorchPass, self._pack),
         ):
             self._passes.append((config, name, kind(self, run, getattr(config, name))))
@@ -162,8 +162,8 @@ class _Installed:
             for log in open_logs():
                 log.add_graph(packed.rows)
 
-    def _settle(self, graph: Graph) -> None:
-        """Rewrite a backward, and settle the decisions on the last joint graph, if ``graph`` is its forward."""
+    def _finish(self, graph: Graph) -> None:
+        """Write a graph of backward anew, or settle the decisions on the last joint graph by its forward."""
         write_backward(graph)
         if self._last is None:
             return

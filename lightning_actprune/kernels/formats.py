@@ -414,7 +414,8 @@ def _larger(a, b):
 def _largest(x, BYTES: tl.constexpr):
     """Return the largest value of each row, NaN if a value of it is NaN.
 
-    No instruction may do both in a kernel that writes ``BYTES``: Triton 3.8 may then write others (its issue 11111).
+    A kernel that writes single ``BYTES`` does it without the instruction for both. Beside this instruction, Triton 3.8
+    may write wrong bytes (its issue 11111).
     """
     if SLOW_REDUCTIONS or BYTES:
         return tl.max(x, axis=1) + tl.sum(tl.where(x != x, x, 0.0), axis=1)

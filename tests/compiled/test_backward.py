@@ -32,7 +32,7 @@ def written(function: Callable[..., object], *inputs: Tensor) -> tuple[GraphModu
 
 
 def stored_values() -> Tensor:
-    """Return what is packed of small and large numbers, of both signs, of zeros and of what is not finite."""
+    """Pack small and large numbers of both signs, zeros, and a block of NaN."""
     x = torch.cat([torch.linspace(-6, 6, 1024), torch.linspace(-0.01, 0.01, 1024), torch.linspace(-90, 90, 2048)])
     x = torch.cat([x, torch.zeros(32), torch.full((32,), torch.nan)])
     return quantize(x.view(1, -1, LENGTH), 32, BITS)
@@ -49,7 +49,7 @@ def test_functions_of_unpacked_values_are_near(function, factor):
 
 
 def test_an_exponential_of_unpacked_values_is_near():
-    """Relative to its value; of an exponent of 90, the last bit of fp32 is 8e-6."""
+    """Relative to its value: the exponent is rounded, which is up to 65 in base 2 here."""
     stored = stored_values()
     module, names = written(lambda stored: torch.exp(unpack(stored) * -0.5), stored)
     assert "aten.exp2" in names
