@@ -75,14 +75,16 @@ def _depends_only_on(node: Node, unpacked: set[Node]) -> bool:
 
 
 def _share_with_product(writer: Writer, node: Node) -> None:
-    """Let all readers of a gradient read the view that a product reads."""
+    """Let all readers of a gradient read the view that a product reads, if its sizes are no symbols."""
     view = next((user for user in node.users if name_of(user) in _RESHAPES and is_read_by_product(user)), None)
-    others = [user for user in node.users if user is not view]
+    others, shape = [user for user in node.users if user is not view], value_of(node).shape
     if view is None or not others or any(name_of(user) in VIEWS for user in others):
+        return
+    if view.all_input_nodes != [node] or not all(isinstance(size, int) for size in shape):
         return
     node.append(view)
     with writer.before(after(view), None):
-        same = writer.call(_aten.reshape.default, view, list(value_of(node).shape))
+        same = writer.call(_aten.reshape.default, view, list(shape))
     for other in others:
         other.replace_input_with(node, same)
 
@@ -127,7 +129,9 @@ def _exp_of_product(writer: Writer, x: Node, factor: float) -> Node:
 def _split_factor(x: Node) -> tuple[Node, float]:
     """Return the two factors of a node, of which the second is a number: 1 if the node is no such product."""
     if name_of(x) == "aten.mul" and isinstance(x.args[1], float):
-        return first_input(x), x.args[1]
+        base = first_input(x)
+        if value_of(base).dtype == value_of(x).dtype:
+            return base, x.args[1]
     return x, 1.0
 
 

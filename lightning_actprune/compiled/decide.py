@@ -176,9 +176,9 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> Bases:
                 source.how, source.reason = "uncompressed", str(refusal)
         if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
             bases[node] = (source,)
-            narrow = _find_narrow_factor(joint, source)
-            if narrow is not None and narrow not in by_node:
-                sources.append(_pack_factor(source, narrow, bases))
+            factor = _find_narrow_factor(joint, source)
+            if factor is not None and factor not in by_node and factor not in bases:
+                sources += _pack_factor(source, factor, bases)
         elif own_bases:
             bases[node] = own_bases
         elif node in read_nodes and node in constants:
@@ -270,13 +270,16 @@ def _find_narrow_factor(joint: Joint, source: Source) -> Node | None:
     return factor if is_narrow and is_free and count_of(narrow) == count_of(value) else None
 
 
-def _pack_factor(source: Source, factor: Node, bases: Bases) -> Source:
-    """Return the factor as a source to pack in place of ``source``, which is computed again from it."""
+def _pack_factor(source: Source, factor: Node, bases: Bases) -> list[Source]:
+    """Return the factor as a source to pack in place of ``source``, or none if it cannot be laid out."""
     packed = Source(factor, [], how="packed", way=source.way)
-    _lay_out(packed)
+    try:
+        _lay_out(packed)
+    except Refusal:
+        return []
     bases.update(dict.fromkeys((*path(first_input(source.node), factor), source.node), (packed,)))
     source.how, source.bases, source.layout = "again", (packed,), None
-    return packed
+    return [packed]
 
 
 def _find_bases(joint: Joint, node: Node, bases: Bases, model: Model) -> tuple[Source, ...]:

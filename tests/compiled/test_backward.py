@@ -101,6 +101,20 @@ def test_a_sum_reads_the_gradient_that_a_product_reads():
         torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.01, equal_nan=True)
 
 
+def test_a_sum_computes_a_gradient_whose_sizes_are_symbols():
+    def gradients(stored: Tensor, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        grad = g * torch.erf(unpack(stored).view(g.shape))
+        return grad.sum(0), grad.view(-1, LENGTH) @ weight
+
+    inputs = stored_values(), torch.randn(5, 13, LENGTH), torch.randn(LENGTH, 5)
+    module = make_fx(gradients, tracing_mode="symbolic")(*inputs)
+    write_backward(module.graph)
+    module.graph.lint()
+    module.recompile()
+    for found, wanted in zip(module(*inputs), gradients(*inputs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 def test_a_graph_that_unpacks_nothing_stays_as_it_is():
     _, names = written(lambda x: torch.erf(x).exp().tanh(), torch.randn(8))
     assert {"aten.erf", "aten.exp", "aten.tanh"} <= names

@@ -128,6 +128,21 @@ def test_queries_and_keys_are_packed_before_they_are_scaled_in_fp32():
     assert worst_cosine(found, dense) > 0.99
 
 
+@pytest.mark.integration
+def test_a_factor_of_two_multiples_is_packed_once():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, second = (q.float() * factor for factor in (0.5, 0.25))
+        keys = k.float() * 0.5
+        return ((first @ keys.mT).softmax(-1) + (second @ keys.mT).softmax(-1)).to(v.dtype) @ v
+
+    torch.manual_seed(0)
+    model, x = Attention(attend, 8).bfloat16(), torch.randn(4, 48, 64).bfloat16()
+    found, dense = (step(model, x, packs=packs, backend="aot_eager") for packs in (True, False))
+    factors = [row for row in found.rows if row.how == "packed" and row.dtype == torch.bfloat16 and not row.readers]
+    assert len(factors) == 2
+    assert worst_cosine(found, dense) > 0.99
+
+
 WEIGHS_NO_VALUES = "it is a softmax that does more than weigh values"
 READS = [
     lambda p: p * (p + 1e-6).log(),
