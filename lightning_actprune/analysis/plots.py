@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Panel", "epochs_picture", "heatmap_picture", "layers_picture", "series_picture", "step_picture"]
+__all__ = ["Panel", "epochs_picture", "layers_picture", "series_picture", "step_picture"]
 
 _FIXED = {
     "parameters": "#4d4d4d",
@@ -167,39 +167,6 @@ def epochs_picture(history: Sequence[Mapping[str, Any]], title: str = "") -> Fig
     lower.xaxis.get_major_locator().set_params(integer=True)
     _label(upper, title, y="kept for backward, MiB")
     _label(lower, x="epoch", y="sparsity")
-    return figure
-
-
-def heatmap_picture(
-    title: str, layers: Sequence[str], settings: Sequence[str], values: Sequence[list[float]]
-) -> Figure:
-    """Draw cosines, one row per layer and one column per setting.
-
-    Args:
-        title: Title of the picture.
-        layers: Names of the rows.
-        settings: Names of the columns.
-        values: Numbers of each row; values below 0 get the colour of 0, NaN gets none.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        ValueError: If there is nothing to show.
-    """
-    if not values:
-        raise ValueError("There is nothing to show: no layer was measured. HINT: `report.skipped` says why.")
-    width = 0.09 * max(map(len, layers)) + 0.42 * len(settings) + 1.2
-    figure = _figure(width, 0.2 * len(layers) + 1.4)
-    axes = figure.subplots()
-    # Dark means little loss. One hue looks the same in grey print and to colour-blind readers.
-    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(settings)), settings, rotation=90, fontsize=7)
-    axes.set_yticks(range(len(layers)), layers, fontsize=7)
-    for row, numbers in enumerate(values):
-        for column, value in enumerate(numbers):
-            color = "white" if value > 0.6 else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
-    axes.set_title(title, fontsize=9)
-    figure.colorbar(image, ax=axes, shrink=0.6).ax.tick_params(labelsize=7)
     return figure
 
 

@@ -116,6 +116,13 @@ def row_bytes(block_size: int, bits: int, itemsize: int) -> int:
     return HEADER_BYTES + codes + codes % 2
 
 
+def scale_of(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """Return the scales of blocks with these extremes, fp32; NaN for a block that is read as NaN."""
+    need = _need(low, high, bits)
+    scale = _round_up(need.clamp(max=MOST_SCALE), 20).clamp(min=LEAST_SCALE)
+    return torch.where(need <= MOST_SCALE, torch.where(need > 0, scale, 0.0), torch.nan)
+
+
 def quantize(blocks: Tensor, bits: int) -> Tensor:
     """Return ``blocks [nnz, b]``, in the order of their places, as planes of bytes: ``uint8 [nnz, row_bytes]``."""
     count, size = blocks.shape
@@ -164,10 +171,10 @@ def mix(h: Tensor) -> Tensor:
 
 def _codes(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return headers ``[nnz, 1]`` in 0 .. 2^16 - 1, int32, and codes ``[nnz, b]``, uint8, of fp32 blocks."""
-    most, (per_spread, per_reach) = 2**bits - 1, NEEDS[bits]
+    most = 2**bits - 1
     # Adding zero turns -0 into 0: torch leaves open which of the two is the smaller one.
     low, high = blocks.amin(1, keepdim=True) + 0.0, blocks.amax(1, keepdim=True) + 0.0
-    need = torch.maximum((high - low) * per_spread, low.abs() * per_reach)
+    need = _need(low, high, bits)
     finite = need <= MOST_SCALE
     low, need = torch.where(finite, low, 0.0), torch.where(finite, need, 0.0)
     scale = _round_up(need, 20).clamp(min=LEAST_SCALE)
@@ -182,6 +189,12 @@ def _codes(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     u = (dither(headers, blocks.shape[1], bits) + 2**DITHER_BITS).float() + 0.5
     codes = (quotients + u * 2.0 ** (bits - DITHER_BITS)).int() & most  # int() drops the fraction, the mask 2^bits
     return headers, codes.to(torch.uint8)
+
+
+def _need(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """Return the least scale of blocks with these extremes, fp32."""
+    per_spread, per_reach = NEEDS[bits]
+    return torch.maximum((high - low) * per_spread, low.abs() * per_reach)
 
 
 def _in_memory(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
