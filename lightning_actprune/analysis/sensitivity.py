@@ -444,6 +444,88 @@ class MeasuredLayer:
             yield LayerSensitivity(self.name, self.kind, setting.sparsity, setting.bits or None, *relative, nbytes)
 
 
+class ErrorWatcher:
+    """Hooks that see inputs of layers, and gradients of their outputs, while it is open; compiled modules run eagerly.
+
+    A step computes what it would without it.
+
+    Args:
+        layers: The layers that are measured.
+    """
+
+    def __init__(self, layers: Mapping[nn.Module, MeasuredLayer]) -> None:
+        self._layers = layers
+        self._open = ExitStack()
+        self._projected: Tensor | None = None
+
+    def open(self) -> None:
+        """Watch the layers."""
+        with ExitStack() as stack:
+            watchers.append(self)
+            stack.callback(watchers.remove, self)
+            for layer in self._layers:
+                hook = ForwardHook(self._see_layer)
+                # First of all hooks: others may return another output.
+                handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
+                stack.callback(handle.remove)
+            if DYNAMO in sys.modules:  # nothing is compiled otherwise, and the import takes seconds
+                eager_stance.enter()
+                stack.callback(eager_stance.leave)
+            self._open = stack.pop_all()
+
+    def close(self) -> None:
+        """Remove the hooks. Closing twice does nothing."""
+        self._open.close()
+
+    def enter_projection(self, projection: Projection, x: Tensor) -> None:
+        """Take note of the input of a projection inside an attention module."""
+        if projection.layer in self._layers:  # not one of another model, in another thread
+            self._projected = projection.with_samples(x)
+
+    def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
+        """See a projection as the call of a layer, which it is not."""
+        x, self._projected = self._projected, None
+        if projection.layer in self._layers and x is not None and y is not None:
+            self._see(self._layers[projection.layer], x, y, samples_second=True)
+
+    def _see_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        given = (*args, *kwargs.values())
+        if given and not isinstance(layer, nn.MultiheadAttention):
+            self._see(self._layers[layer], given[0], y, samples_second=False)
+
+    def _see(self, measured: MeasuredLayer, x: Any, y: Any, *, samples_second: bool) -> None:
+        """Wait for the gradient of ``y``, the output of a call with the input ``x``."""
+        reason = _unreadable(x, y)
+        if reason is not None or not y.requires_grad or is_recomputation():
+            measured.reason = reason or measured.reason
+            return
+        measured.reason = "no gradient of its output came: the loss does not depend on it"
+        layer, autocast, shape = measured.layer, autocast_dtype(x), y.shape
+        x = x.detach()
+        if isinstance(layer, Convolution):
+            x = x if autocast is None else cast(x, autocast)
+            x = x.unsqueeze(0) if x.dim() < layer.weight.dim() else x
+            shape = shape if len(shape) == x.dim() else torch.Size((1, *shape))
+        else:
+            x = cast_input(x, autocast, measured.settings[0].block_size)
+            x = x.transpose(0, 1) if samples_second else x.unsqueeze(0) if x.dim() == 1 else x
+            shape = torch.Size((*(x.transpose(0, 1) if samples_second else x).shape[:-1], y.shape[-1]))
+        if x.numel() == 0:
+            measured.reason = "its inputs were empty"
+            return
+        errors = measured.see_input(x)
+
+        def arrive(grad_y: Tensor) -> None:
+            nonlocal errors
+            if errors is not None:  # not twice, if a graph is used again
+                grad_y = grad_y.detach().reshape(shape)
+                measured.see_gradient(errors, grad_y.transpose(0, 1) if samples_second else grad_y)
+                errors = None  # type: ignore[assignment]
+
+        made: Any = _made(y)
+        made.register_hook(arrive)
+
+
 class SensitivityProbe:
     """A context in which training steps show how sensitive layers are; ``report`` has what they showed.
 
@@ -462,10 +544,10 @@ class SensitivityProbe:
         self._model, self._settings, self._names = model, settings, names
         self._config = _config_of(names)
         self._layers: dict[nn.Module, MeasuredLayer] = {}
+        self._watcher = ErrorWatcher(self._layers)
         self._skipped: list[LayerReport] = []
         self._owner = new_owner("measure_sensitivity()")
         self._open = ExitStack()
-        self._projected: Tensor | None = None
         self.batches = 0
         """Batches that were measured."""
 
@@ -481,16 +563,8 @@ class SensitivityProbe:
             self._select()
             stack.callback(revert, self._model, self._owner)
             self._route_attention()
-            watchers.append(self)
-            stack.callback(watchers.remove, self)
-            for layer in self._layers:
-                hook = ForwardHook(self._see_layer)
-                # First of all hooks: others may return another output.
-                handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
-                stack.callback(handle.remove)
-            if DYNAMO in sys.modules:  # nothing is compiled otherwise, and the import takes seconds
-                eager_stance.enter()
-                stack.callback(eager_stance.leave)
+            stack.callback(self._watcher.close)
+            self._watcher.open()
             self._open = stack.pop_all()
         return self
 
@@ -538,7 +612,7 @@ class SensitivityProbe:
             reason = refusal(candidate, self._config, self._owner)
             if reason is None and is_parametrized(layer, "weight"):
                 reason = "its weight is computed by a parametrization"
-            weights = [] if reason else [weight for weight in _leaves(layer) if weight.requires_grad]
+            weights = [] if reason else [weight for weight in weights_in(layer) if weight.requires_grad]
             if weights:
                 self._layers[layer] = MeasuredLayer(fqns, layer, self._settings, weights)
             else:
@@ -557,54 +631,6 @@ class SensitivityProbe:
             for _, layer in layers(self._model):
                 if isinstance(layer, CompressedLayer) and is_converted(layer) and layer.owner == self._owner:
                     layer.drop_nothing()
-
-    def enter_projection(self, projection: Projection, x: Tensor) -> None:
-        """Take note of the input of a projection inside an attention module."""
-        if projection.layer in self._layers:  # not one of another model, in another thread
-            self._projected = projection.with_samples(x)
-
-    def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
-        """See a projection as the call of a layer, which it is not."""
-        x, self._projected = self._projected, None
-        if projection.layer in self._layers and x is not None and y is not None:
-            self._see(self._layers[projection.layer], x, y, samples_second=True)
-
-    def _see_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        given = (*args, *kwargs.values())
-        if given and not isinstance(layer, nn.MultiheadAttention):
-            self._see(self._layers[layer], given[0], y, samples_second=False)
-
-    def _see(self, measured: MeasuredLayer, x: Any, y: Any, *, samples_second: bool) -> None:
-        """Wait for the gradient of ``y``, the output of a call with the input ``x``."""
-        reason = _unreadable(x, y)
-        if reason is not None or not y.requires_grad or is_recomputation():
-            measured.reason = reason or measured.reason
-            return
-        measured.reason = "no gradient of its output came: the loss does not depend on it"
-        layer, autocast, shape = measured.layer, autocast_dtype(x), y.shape
-        x = x.detach()
-        if isinstance(layer, Convolution):
-            x = x if autocast is None else cast(x, autocast)
-            x = x.unsqueeze(0) if x.dim() < layer.weight.dim() else x
-            shape = shape if len(shape) == x.dim() else torch.Size((1, *shape))
-        else:
-            x = cast_input(x, autocast, self._settings[0].block_size)
-            x = x.transpose(0, 1) if samples_second else x.unsqueeze(0) if x.dim() == 1 else x
-            shape = torch.Size((*(x.transpose(0, 1) if samples_second else x).shape[:-1], y.shape[-1]))
-        if x.numel() == 0:
-            measured.reason = "its inputs were empty"
-            return
-        errors = measured.see_input(x)
-
-        def arrive(grad_y: Tensor) -> None:
-            nonlocal errors
-            if errors is not None:  # not twice, if a graph is used again
-                grad_y = grad_y.detach().reshape(shape)
-                measured.see_gradient(errors, grad_y.transpose(0, 1) if samples_second else grad_y)
-                errors = None  # type: ignore[assignment]
-
-        made: Any = _made(y)
-        made.register_hook(arrive)
 
 
 _STATES = "_state", "_recompute"
@@ -634,7 +660,7 @@ def _made(y: Tensor) -> Tensor:
     return base if base.is_contiguous() and y.is_contiguous() else y
 
 
-def _leaves(layer: Any) -> Sequence[Tensor]:
+def weights_in(layer: Any) -> Sequence[Tensor]:
     """Return the weights themselves, and not turned views of them."""
     return weights_of(layer) if isinstance(layer, nn.MultiheadAttention) else (layer.weight,)
 

@@ -99,6 +99,14 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
             f"energy of {whose} is spread over all blocks (max_dropped_energy=1 in a rule lets {them} drop some "
             f"anyway): {text}."
         )
+    if decision.choice is not None and decision.choice.bits:
+        bits, average, error = decision.choice
+        counts = Counter("as it is" if each is None else f"{each} bits" for each in bits.values())
+        text = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
+        yield (
+            f"Activation pruning: {format_count(len(bits), 'layer')} got {average:.2g} bits on average, so that the "
+            f"predicted error of all their weight gradients is {error:.2g}: {text}."
+        )
 
 
 def tabulate_decision(decision: Decision) -> Iterator[Table]:

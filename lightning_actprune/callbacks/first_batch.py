@@ -1,8 +1,8 @@
 """Probe the first training batch of a fit for layers that are better kept in another way.
 
 Layers whose input is retained for backward anyway become dense. Layers whose dropped blocks would hold too much of the
-input's energy drop no block. A warning names layers inside an activation checkpoint, since the user has to decide which
-of the two to remove.
+input's energy drop no block. With a ``max_error``, layers get the bits that it takes. A warning names layers inside an
+activation checkpoint, since the user has to decide which of the two to remove.
 
 ``BatchSizeFinder`` and ``LearningRateFinder`` run trials in ``on_fit_start``, without the callbacks of the Trainer.
 Their trials use the same layers as the fit: hooks of the strategy are called there too, when training starts and when
@@ -36,6 +36,7 @@ from lightning_actprune.analysis.first_batch import (
     keep_blocks,
     leave_dense,
 )
+from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, set_bits
 from lightning_actprune.codec.private import refusal
 from lightning_actprune.config import drops_blocks, shorten
 from lightning_actprune.operators.sites import SiteDecisions
@@ -53,11 +54,13 @@ class Decision(NamedTuple):
         retained: Layers that became dense, since something else keeps their input.
         spread: Share of the energy that would be dropped, by name of the layers that therefore drop nothing.
         idle: Layers that are dense for now, since they have kept nothing yet.
+        choice: The bits of layers, by the errors of their weight gradients.
     """
 
     retained: list[LayerReport]
     spread: dict[str, float]
     idle: Sequence[LayerReport] = ()
+    choice: BitsChoice | None = None
 
 
 class Decisions:
@@ -73,6 +76,8 @@ class Decisions:
         """Layers that became dense, with what keeps their input; ``None`` before a probe.
 
         Layers without a reason have kept nothing yet and are dense until they do."""
+        self.bits: dict[str, int | None] | None = None
+        """Bits by name of the layers of which errors were measured; ``None`` before that."""
         self.saved = SiteDecisions()
         """How tensors of other operations are kept, as first forwards decide."""
         self._decided: frozenset[str] = frozenset()
@@ -85,7 +90,8 @@ class Decisions:
 
     def forget(self) -> None:
         """Forget all decisions."""
-        self.spread, self.retained, self._decided, self._trial_model = None, None, frozenset(), None
+        self.spread, self.retained, self.bits = None, None, None
+        self._decided, self._trial_model = frozenset(), None
 
     @property
     def idle(self) -> list[str]:
@@ -115,6 +121,10 @@ class Decisions:
         self.retained = (self.retained or {}) | retained | {layer.fqn: None for layer in decision.idle}
         self._decided |= set(self.layers).difference(undecided)
 
+    def add_bits(self, choice: BitsChoice) -> None:
+        """Record the bits of layers."""
+        self.bits = (self.bits or {}) | choice.bits
+
     def add_trial_of(self, model: nn.Module) -> None:
         """Let decisions hold for the next training of ``model``: in this fit or, after ``Tuner``, in another."""
         self._trial_model = weakref.ref(model)
@@ -135,6 +145,7 @@ class Decisions:
         report: ConversionReport,
         spread: dict[str, float],
         retained: dict[str, str | None] | None,
+        bits: dict[str, int | None] | None,
     ) -> Decision:
         """Apply the decisions of a checkpoint and return them.
 
@@ -143,8 +154,9 @@ class Decisions:
             report: The conversion.
             spread: ``spread`` of the checkpoint.
             retained: ``retained`` of the checkpoint; ``None`` if it is not there, so that a batch has to be probed.
+            bits: ``bits`` of the checkpoint.
         """
-        self.spread, self.retained = spread, retained
+        self.spread, self.retained, self.bits = spread, retained, bits
         if retained is not None:
             self._decided = frozenset(self.layers)
         rows, idle = self._change(model, report), self.idle
@@ -156,6 +168,7 @@ class Decisions:
         reasons = {name: _IDLE if reason is None else reason for name, reason in (self.retained or {}).items()}
         rows = leave_dense(model, report, reasons)
         keep_blocks(model, report, self.spread or {})
+        set_bits(model, report, self.bits or {})
         return rows
 
 
@@ -175,15 +188,19 @@ class FirstBatchProbe:
 
     Args:
         skip_retained: Whether retained layers become dense; if not, the probes see nothing inside compiled modules.
+        max_error: Bound on the error of weight gradients by which bits are chosen, ``None`` to leave them.
+        owner: Name of the conversion.
     """
 
-    def __init__(self, skip_retained: bool) -> None:
-        self._skip_retained = skip_retained
+    def __init__(self, skip_retained: bool, max_error: float | None, owner: str) -> None:
+        self._skip_retained, self._max_error, self._owner = skip_retained, max_error, owner
         self.decisions = Decisions()
         self._will_probe = self._will_probe_energy = False
         self._retention: RetentionProbe | None = None
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
+        self._bits: BitsProbe | None = None
+        self._will_choose_bits = False
         self._idle: IdleLayers | None = None
         self._added: AddedLayers | None = None
         self._any_rank_watches: bool | None = None
@@ -199,7 +216,7 @@ class FirstBatchProbe:
     @property
     def waits(self) -> bool:
         """Whether this batch or a later one will be probed."""
-        return self._will_probe
+        return self._will_probe or self._will_choose_bits
 
     def ask(self, report: ConversionReport, sparsity: float) -> None:
         """Probe the next batch for decisions that are missing, if any layer packs its input.
@@ -214,6 +231,10 @@ class FirstBatchProbe:
         has_limit = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
         is_known = self.decisions.spread is not None and self.decisions.retained is None  # from a checkpoint, in part
         self._will_probe_energy = has_limit and sparsity > 0 and not is_known
+        known = self.decisions.bits or {}
+        of_bits = [layer.fqn for layer in report.converted if drops_blocks([layer.operator])]
+        restored = self.decisions.retained is not None and self.decisions.bits is None  # by an older checkpoint
+        self._will_choose_bits = self._max_error is not None and not restored and not known.keys() >= set(of_bits)
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
         """Return True if idle layers, or new ones, keep their input from now on; convert and judge them then."""
@@ -247,6 +268,9 @@ class FirstBatchProbe:
         if self._will_probe and problem is not None:
             rank_zero_warn(f"{problem} All stay converted.")
             self._will_probe = False
+        if self._will_choose_bits:
+            self._bits = BitsProbe(model, self._owner, self.decisions.bits or {})
+            self._bits.open()
         if not self._will_probe:
             return
         self.decisions.saved.quiet.clear()  # tensors at new sites stay uncompressed, and would count as retained inputs
@@ -264,22 +288,43 @@ class FirstBatchProbe:
         if self._retention is not None:
             self._retention.check_alive()
 
-    def batch_ends(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
-        """Make layers dense, or let them drop nothing; warn of those inside activation checkpoints.
+    def backward_ends(self) -> None:
+        """Take note of the gradients of this batch."""
+        if self._bits is not None:
+            self._bits.backward_ends()
 
-        It waits for the end of backward, since a checkpointed region has to run there as in the forward. By then
-        references in Python also show for layers that kept their input themselves, at sparsity 0.
+    def batch_ends(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
+        """Change layers as this batch has shown, and return how; ``None`` if nothing was probed.
 
         Args:
             trainer: Connects to the other ranks.
             model: The module that holds the layers.
             report: The conversion, which is updated.
 
-        Returns:
-            The decision, ``None`` unless this batch was probed.
-
         Raises:
             MisconfigurationException: If no layer is left to convert; the rest of the fit would save nothing.
+        """
+        bits = self._bits
+        decision = self._judge_layers(trainer, model, report)
+        if bits is None:
+            return decision
+        bits.close()
+        self._bits = None
+        assert self._max_error is not None
+        mean_over = trainer.world_size if trainer.accumulate_grad_batches == 1 else 1  # else they are each rank's own
+        choice = bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over)
+        if choice is None:  # with a loss scale that is too large: the next batch shows it
+            return decision
+        self._will_choose_bits = False
+        set_bits(model, report, choice.bits)
+        self.decisions.add_bits(choice)
+        return (Decision([], {}) if decision is None else decision)._replace(choice=choice)
+
+    def _judge_layers(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
+        """Make layers dense, or let them drop nothing; warn of those inside activation checkpoints.
+
+        It waits for the end of backward, since a checkpointed region has to run there as in the forward. By then
+        references in Python also show for layers that kept their input themselves, at sparsity 0.
         """
         retention, energy, recomputations = self._retention, self._energy, self._recomputations
         if recomputations is None:
@@ -325,10 +370,10 @@ class FirstBatchProbe:
             self._added = None
 
     def _close_probes(self) -> None:
-        for probe in (self._retention, self._energy, self._recomputations):
+        for probe in (self._retention, self._energy, self._recomputations, self._bits):
             if probe is not None:
                 probe.close()
-        self._retention = self._energy = self._recomputations = None
+        self._retention = self._energy = self._recomputations = self._bits = None
 
 
 def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
@@ -406,6 +451,10 @@ class TrialProbe(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._probe.backward_starts()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._probe.backward_ends()
 
     @override
     def on_train_batch_end(

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -42,7 +43,7 @@ from lightning_actprune.callbacks.host_wait import HostWait
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.codec.dispatch import compilation
 from lightning_actprune.compiled.decision_log import Row
-from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag
+from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag, check_share
 from lightning_actprune.convert import (
     DenseView,
     check_conversion,
@@ -100,6 +101,10 @@ class ActivationPruning(TrainerCallback):
             the dense model's peak, such as ``0.25``. It then keeps blocks in the fastest way that fits and, among
             these, in the most exact one (``callbacks.budget``); the first two steps use the fewest bytes. It excludes a
             ``preset``.
+        max_error: Bound on the error that few bits bring into the weight gradients of linear layers and convolutions,
+            relative to the norm of these gradients, in [0, 1], such as ``0.2``; a single layer may err by three times
+            that. The first batch shows in how many bits each layer has to keep its input (``analysis.measured_bits``);
+            until then it has those of the preset, by default ``"max"``. Errors of other operators are not counted.
         total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
             every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
             optimizers.
@@ -133,6 +138,7 @@ class ActivationPruning(TrainerCallback):
         block_size: int | None = None,
         rules: Mapping[str, KeepArguments | Keep | Recompute | dict[str, Any] | str | None] | None = None,
         memory_budget: str | float | None = None,
+        max_error: float | None = None,
         total_steps: int | None = None,
         skip_retained: bool = True,
         cuda_graphs: bool = False,
@@ -145,9 +151,13 @@ class ActivationPruning(TrainerCallback):
                 f"`preset` must be left out with a `memory_budget`, which chooses among the presets, got {preset!r}. "
                 "HINT: remove one of the two; use rules for single layers."
             )
-        self._config = run_check(Config, preset if budget is None else "max", sparsity, block_size, rules)
+        if budget is not None or (max_error is not None and preset is None):
+            preset = "max"
+        self._config = run_check(Config, preset, sparsity, block_size, rules)
         self._budget = None if budget is None else MemoryBudget(budget, self._config)
         self.memory_budget = memory_budget
+        others = {"memory_budget": memory_budget, "sparsity": sparsity}
+        self.max_error = None if max_error is None else _check_max_error(max_error, others, self._config)
         self.preset = self._config.preset
         self.sparsity = sparsity
         self.block_size = block_size
@@ -171,7 +181,7 @@ class ActivationPruning(TrainerCallback):
         self._state_key = type(self).__qualname__ + repr({"rules": patterns})
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
-        self._probe = FirstBatchProbe(skip_retained)
+        self._probe = FirstBatchProbe(skip_retained, self.max_error, self._owner)
         self._decisions = self._probe.decisions
         self._compiled = CompiledLayers(self._owner)
         self._dense_view = DenseView()
@@ -235,6 +245,8 @@ class ActivationPruning(TrainerCallback):
             self._fit.begin(self, trainer)
             _check_alone(trainer, self)
             _check_precision(trainer, self._config)
+            if self.max_error is not None:
+                _check_gradients(trainer)
             if self._budget is not None:
                 self._budget.begin(trainer, pl_module)
             self._restored = None
@@ -303,6 +315,10 @@ class ActivationPruning(TrainerCallback):
         self._probe.backward_starts()
 
     @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._probe.backward_ends()
+
+    @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self._graphs.before_optimizer(trainer, pl_module)
 
@@ -342,6 +358,8 @@ class ActivationPruning(TrainerCallback):
             "total_steps": self._progress.horizon,
             "layers": self._decisions.layers,
             "skip_retained": self.skip_retained,
+            "max_error": self.max_error,
+            "bits": self._decisions.bits,
             "spread": self._decisions.spread,
             "retained": self._decisions.retained,
             "saved": self._decisions.saved.state_dict(),
@@ -466,12 +484,13 @@ class ActivationPruning(TrainerCallback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Restore the decisions of the checkpoint; warn if it was saved with other settings."""
         then, self._restored = self._restored or {}, None
-        results = "spread", "retained", "saved", "memory_budget"
+        results = "spread", "retained", "bits", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in results}
         by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
         # Older checkpoints lack `skip_retained`; `total_steps` changes no decision.
-        is_same = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
+        decisive = "kept", "rules", "layers", "skip_retained", "max_error"
+        is_same = all({**now, **then}[name] == now[name] for name in decisive)
         if not then or not is_same:
             return None
         decided = then.get("spread") is not None
@@ -485,7 +504,8 @@ class ActivationPruning(TrainerCallback):
             )
         if not decided:
             return None
-        restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))
+        found = then["spread"], then.get("retained"), then.get("bits")
+        restored = self._decisions.restore(pl_module, self._report, *found)
         self._find_layers(pl_module)
         return restored
 
@@ -505,6 +525,32 @@ def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
             f"A Trainer takes one ActivationPruning with the patterns {_list_patterns(callback._config)} in `rules`, "
             f"got {len(same)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, or "
             "give each its own layers, as in `rules={'head': None}` and `rules={'body.*': None}`."
+        )
+
+
+def _check_max_error(max_error: float, others: Mapping[str, Any], config: Config) -> float:
+    """Return the bound on the error; raise if it is none, or if there are no bits to choose."""
+    for name, value in others.items():
+        if value is not None:
+            raise MisconfigurationException(
+                f"`max_error` chooses bits by their error, and cannot be combined with `{name}`, got {value!r}. HINT: "
+                "remove one of the two."
+            )
+    if not any(keep.bits for keep in config.keeps):
+        raise MisconfigurationException(
+            f"`max_error` chooses the bits of inputs, and preset {config.preset!r} quantizes none. HINT: use the "
+            'preset "max".'
+        )
+    return run_check(check_share, max_error, "max_error")
+
+
+def _check_gradients(trainer: pl.Trainer) -> None:
+    """Raise if no process has whole weight gradients."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+        raise MisconfigurationException(
+            f"`max_error` needs the gradients of whole weights, and {type(strategy).__name__} may shard them. HINT: "
+            "measure on one GPU with `measure_sensitivity`, and pass its `suggest(max_error)` as `rules`."
         )
 
 

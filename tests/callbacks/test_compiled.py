@@ -121,16 +121,20 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
     assert_plain(model)
 
 
-def test_accumulation_and_validation_in_between(eager):
-    """Two epochs, of two batches a step."""
+@pytest.mark.parametrize("settings", [{"preset": "balanced"}, {"max_error": 0.02}])
+def test_accumulation_and_validation_in_between(settings):
+    """Two epochs, of two batches a step; bits are chosen before the compiler sees them."""
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1.0}
-    pruning, ours, dense = ActivationPruning("balanced", verbose=0), Wide(), Wide()
+    pruning, ours, dense = ActivationPruning(**settings, verbose=0), Wide(), Wide()
     losses, right = losses_of(ours, pruning, **options), losses_of(dense, backend=None, **options)
     assert (len(losses), len(ours.scores)) == (2 * BATCHES, 3)
     torch.testing.assert_close(losses[:2], right[:2], rtol=1e-5, atol=0)
     torch.testing.assert_close(losses, right, rtol=0, atol=0.05 * right[0].item())
     torch.testing.assert_close(ours.scores, dense.scores, rtol=0, atol=0.05 * dense.scores[0].item())
     assert "packed" in {row.how for row in pruning.compiled}
+    chosen = {layer.keep.bits for layer in pruning.converted if layer.fqn.endswith("second")}
+    assert chosen <= {row.bits for row in pruning.compiled}
+    assert chosen != {2}
 
 
 @pytest.mark.parametrize(("preset", "part"), [("max", "all"), ("recompute", "blocks")])

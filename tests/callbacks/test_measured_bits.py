@@ -1,0 +1,144 @@
+"""``ActivationPruning(max_error=...)``: bits by the errors of weight gradients, in fits, checkpoints and trials."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_actprune import ActivationPruning, Keep, convert
+from lightning_actprune.analysis.measured_bits import BitsProbe
+from lightning_actprune.callbacks.pruning import _check_gradients
+from lightning_actprune.config import Config
+from lightning_actprune.convert import convert_layers
+from lightning_actprune.operators.attention import watchers
+from tests.support.helpers import assert_plain, fit
+from tests.support.stack import Stack, batches
+
+
+def bits_of(pruning: ActivationPruning) -> dict[str, int | None]:
+    of_layers = ("linear", "convolution")
+    return {row.fqn: row.keep and row.keep.bits for row in pruning.report.layers if row.operator in of_layers}
+
+
+def bits_of_preset() -> dict[str, int | None]:
+    pruning = ActivationPruning("max")
+    fit(Stack(), pruning, max_steps=1)
+    return bits_of(pruning)
+
+
+def error_with(model: nn.Module, bits: dict[str, int | None]) -> float:
+    """Return the error of the weight gradients of the first batch relative to their norm, other operators dense."""
+    x, exact = next(iter(batches())), copy.deepcopy(model)
+    stored = copy.deepcopy(model)
+    rules = {name: None if n is None else Keep(n, min_rows_for_low_bits=0) for name, n in bits.items()}
+    convert(stored, rules=rules | {"*": None})
+    for each in (exact, stored):
+        each.loss(x).backward()
+    pairs = [(stored.get_parameter(f"{n}.weight").grad, exact.get_parameter(f"{n}.weight").grad) for n in bits]
+    error = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
+    return float(error.sqrt())
+
+
+@pytest.mark.parametrize("bound", [0.3, 0.1, 0.02])
+def test_a_fit_errs_as_much_as_it_may(bound):
+    model = Stack()
+    before, pruning = copy.deepcopy(model), ActivationPruning(max_error=bound)
+    fit(model, pruning)
+    bits = bits_of(pruning)
+    assert 0.3 * bound < error_with(before, bits) < 1.1 * bound
+    assert_plain(model)
+    assert not watchers
+    fewer = ActivationPruning(max_error=bound / 4)
+    fit(Stack(), fewer)
+    assert sum(n or 16 for n in bits_of(fewer).values()) > sum(n or 16 for n in bits.values())
+
+
+def test_a_resumed_fit_has_the_same_bits_and_the_same_losses(tmp_path):
+    """And does not measure again."""
+    whole, first, resumed = Stack(), Stack(), Stack()
+    pruning, again, opened = ActivationPruning(max_error=0.1), ActivationPruning(max_error=0.1), []
+    fit(whole, pruning, max_epochs=2)
+    fit(first, ActivationPruning(max_error=0.1), max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BitsProbe, "open", opened.append)
+        fit(resumed, again, ckpt=tmp_path / "one.ckpt", max_epochs=2)
+    assert opened == []
+    assert bits_of(again) == bits_of(pruning)
+    assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values()))
+
+
+def test_a_batch_whose_gradients_are_not_finite_is_not_judged_by():
+    """As with a loss scale that is too large at first."""
+    seen: list[dict[str, int | None]] = []
+    pruning, model = ActivationPruning(max_error=0.05), Stack()
+    loss, factors = model.loss, iter([float("inf"), 1.0, 1.0])
+    model.loss = lambda batch: loss(batch) * next(factors)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.0)
+    kept = LambdaCallback(on_before_optimizer_step=lambda *_: [p.grad.nan_to_num_() for p in model.parameters()])
+    end = LambdaCallback(on_train_batch_end=lambda *_: seen.append(bits_of(pruning)))
+    fit(model, pruning, kept, end, max_steps=3)
+    assert seen[0] == bits_of_preset()
+    assert seen[1] == seen[2] != seen[0]
+
+
+class Sized(Stack):
+    """A stack with a batch size for a tuner."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches().dataset, self.batch_size)
+
+
+def test_trials_of_a_tuner_measure_for_the_fit():
+    model, pruning, opened = Sized(), ActivationPruning(max_error=0.1), []
+    with pytest.MonkeyPatch.context() as patch:
+        before = BitsProbe.open
+        patch.setattr(BitsProbe, "open", lambda self: (opened.append(self), before(self)))
+        fit(model, pruning, BatchSizeFinder(max_trials=1, steps_per_trial=1, init_val=2))
+    assert len(opened) == 1
+    assert len(set(bits_of(pruning).values())) > 1
+
+
+def test_means_of_more_ranks_err_less():
+    """Gradients of four ranks with errors of their own: the error of their mean has half the norm."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
+    convert_layers(model, Config("max"), "me")
+    probe = BitsProbe(model, "me", {})
+    probe.open()
+    model(x).square().mean().backward()
+    probe.backward_ends()
+    probe.close()
+    one, four = probe.choose(1.0, lambda t: t, 1), probe.choose(1.0, lambda t: 4 * t, 4)
+    assert one is not None
+    assert four is not None
+    assert four.bits == one.bits
+    assert four.error == pytest.approx(one.error / 2, rel=0.1)  # not quite: the errors in the gradient count less, too
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_error": 2.0}, "`max_error` must be a number in"),
+        ({"max_error": 0.1, "memory_budget": 0.5}, "`memory_budget`"),
+        ({"max_error": 0.1, "sparsity": 0.5}, "`sparsity`"),
+        ({"max_error": 0.1, "preset": "paper"}, "quantizes none"),
+    ],
+)
+def test_errors_name_the_argument(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        ActivationPruning(**options)
+
+
+def test_sharded_weights_are_refused():
+    with pytest.raises(MisconfigurationException, match="FSDPStrategy"):
+        _check_gradients(SimpleNamespace(strategy=FSDPStrategy()))
