@@ -502,7 +502,7 @@ FOR_CALLS = (
     "torch._inductor.lowering.lowerings",
     "torch._inductor.lowering.fallback_handler",
     "torch._inductor.ir",
-    "torch._inductor.ir.ExternKernelAlloc",
+    "torch._inductor.ir.ExternKernelOut",
     "torch._inductor.ir.FallbackKernel",
     "torch._inductor.ir.ExternKernel.realize_input",
     "torch._inductor.ir.ExternKernel.require_exact_strides",
