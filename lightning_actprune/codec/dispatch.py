@@ -320,7 +320,7 @@ class CompiledCall(ABC):
         address = x.data_ptr()
         key = address % 16, *sizes
         by_address = self._launches.get(key)
-        if by_address is not None and _forced is None:
+        if by_address is not None and _forced != "reference":
             by_address([address] * self.reads + [out.data_ptr()])
             return
         launch = self._find(x, out)
