@@ -6,7 +6,8 @@ forward and backward need not agree. ``force_backend`` overrides the choice, for
 
 **Launches.** A step of a small model waits for Python. A ``LaunchCache`` therefore stores what follows from shapes,
 strides and settings alone: which kernels run, with what grid and constants. It is for plain eager mode only: a
-compiler's symbolic sizes cannot be hashed, and a size in a key would become a constant.
+compiler's symbolic sizes cannot be hashed, and a size in a key would become a constant. Code that a compiler has
+written fixes most of a key itself (``CompiledCall``).
 
 **A simulated GPU** is a backend, too: while a thread acts as one (``act_as``), kernels are chosen for tensors of the
 CPU, and allocate what they return, but run nothing. Its launches belong to it, so no other thread meets them.
@@ -42,10 +43,11 @@ import functools
 import importlib.util
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +67,9 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
     unsafe_view,
 )
+
+if TYPE_CHECKING:
+    from lightning_actprune.kernels.launch import Launch
 
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -287,6 +292,52 @@ class LaunchCache(dict[tuple[Any, ...], _R | None], Generic[_R]):
                 launches.clear()
             launches[key] = launch
         return launches[key]
+
+
+class CompiledCall(ABC):
+    """A call in code that a compiler writes, with the launch that it used last.
+
+    The code fixes all but some sizes: types, strides in terms of sizes, and the device, which must be the current one.
+    A launch therefore serves all calls with these sizes and with the same alignment.
+
+    Attributes:
+        reads: Number of parameters of the kernel before the result; all get the address of the tensor.
+    """
+
+    reads: int
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[int, ...], Callable[[Sequence[int]], None]] = {}
+
+    def __call__(self, x: Tensor, *sizes: int, out: Tensor) -> None:
+        """Write the result to ``out``, which is contiguous and starts at a multiple of 16 bytes.
+
+        Args:
+            x: The tensor.
+            sizes: All sizes that the code does not fix.
+            out: Memory for the result.
+        """
+        address = x.data_ptr()
+        key = address % 16, *sizes
+        by_address = self._launches.get(key)
+        if by_address is not None and _forced != "reference":
+            by_address([address] * self.reads + [out.data_ptr()])
+            return
+        launch = self._find(x, out)
+        if launch is None:
+            out.copy_(self._compute(x, out))
+            return
+        launch(*[x] * self.reads, out)
+        if launch.by_address is not None:  # never that of a simulated GPU
+            self._launches = {key: launch.by_address}  # one alone: sizes that always change must not fill the memory
+
+    @abstractmethod
+    def _find(self, x: Tensor, out: Tensor) -> Launch | None:
+        """Return the launch, ``None`` without one."""
+
+    @abstractmethod
+    def _compute(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return the result without a launch."""
 
 
 LONG_COMPILATION = 2.0

@@ -62,19 +62,18 @@ class CheckedQuantize(Quantize):
         block_size: Values per block.
         bits: Bits of a stored value.
         operation: Name of the operation whose backward reads the values.
-        node: Name of the values in their graph: each has an object of its own.
     """
 
-    def __init__(self, block_size: int, bits: int, operation: str, node: str) -> None:
+    def __init__(self, block_size: int, bits: int, operation: str) -> None:
         super().__init__(block_size, bits)
         self._block_size, self._operation, self._calls = block_size, operation, 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``quantize(x, block_size, bits)``."""
+    def __call__(self, x: Tensor, *sizes: int, out: Tensor) -> None:
+        """Write ``quantize(x, block_size, bits)`` to ``out``."""
         self._calls += 1
         if is_check_due(self._calls):
             _warn_of_outliers(x, self._block_size, self._operation)
-        return super().__call__(x)
+        super().__call__(x, *sizes, out=out)
 
 
 def _warn_of_outliers(x: Tensor, block_size: int, operation: str) -> None:
@@ -87,16 +86,16 @@ def _warn_of_outliers(x: Tensor, block_size: int, operation: str) -> None:
         )
 
 
-def _quantize_checked(x: Tensor, block_size: int, bits: int, operation: str, node: str) -> Tensor:
+def _quantize_checked(x: Tensor, block_size: int, bits: int, operation: str) -> Tensor:
     _warn_of_outliers(x, block_size, operation)
     return quantize(x, block_size, bits)
 
 
-LIBRARY.define("quantize_checked(Tensor x, int block_size, int bits, str operation, str node) -> Tensor", tags=FLEXIBLE)
+LIBRARY.define("quantize_checked(Tensor x, int block_size, int bits, str operation) -> Tensor", tags=FLEXIBLE)
 LIBRARY.impl("quantize_checked", _quantize_checked, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::quantize_checked", lib=LIBRARY)
-def _quantize_checked_fake(x: Tensor, block_size: int, bits: int, operation: str, node: str) -> Tensor:
+def _quantize_checked_fake(x: Tensor, block_size: int, bits: int, operation: str) -> Tensor:
     fake: Tensor = torch.ops.actprune.quantize(x, block_size, bits)
     return fake

@@ -31,6 +31,7 @@ from lightning_actprune.codec.blocks import (
     split_blocks,
 )
 from lightning_actprune.codec.dispatch import (
+    CompiledCall,
     LaunchCache,
     TensorKey,
     as_operator,
@@ -191,34 +192,33 @@ def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: in
     return unpack(values, nowhere, nowhere, rows, length, block_size, bits, dtype)
 
 
-class Quantize:
-    """``quantize`` for code that a compiler writes, with launches of its own.
-
-    The device of the tensors must be the current one.
+class Quantize(CompiledCall):
+    """``quantize`` for code that a compiler writes.
 
     Args:
         block_size: Values per block.
         bits: Bits of a stored value.
     """
 
+    reads = 2  # the input, and a copy that the kernel does not write
+
     def __init__(self, block_size: int, bits: int) -> None:
+        super().__init__()
         self._how = block_size, bits
-        self._launches = LaunchCache(self._launch)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``quantize(x, block_size, bits)``."""
-        launch = self._launches.find((), x)
-        return quantize(x, *self._how) if launch is None else launch.store(x)
-
-    def _launch(self, device: torch.device, x: TensorKey) -> QuantizeLaunch | None:
-        block_size, bits = self._how
-        if x[1][2] != 1 or kept_blocks(x[0], block_size, ALL_BLOCKS) > MAX_KEPT_BLOCKS:
+    def _find(self, x: Tensor, out: Tensor) -> Launch | None:
+        if x.stride(-1) != 1 or len(out) > MAX_KEPT_BLOCKS:
             return None
-        return cast("QuantizeLaunch | None", _pack_launch(device, x, block_size, ALL_BLOCKS, bits, "largest"))
+        block_size, bits = self._how
+        launch = _pack_launches.find((block_size, ALL_BLOCKS, bits, "largest"), x)
+        return None if launch is None else cast("QuantizeLaunch", launch).kernel
+
+    def _compute(self, x: Tensor, out: Tensor) -> Tensor:
+        return quantize(x, *self._how)
 
 
-class Dequantize:
-    """``dequantize`` of contiguous values for code that a compiler writes, see ``Quantize``.
+class Dequantize(CompiledCall):
+    """``dequantize`` of contiguous values for code that a compiler writes.
 
     Args:
         block_size: Values per block.
@@ -226,23 +226,19 @@ class Dequantize:
         dtype: Type of the result.
     """
 
+    reads = 3  # values, and bitmap and offsets, which the kernel does not read
+
     def __init__(self, block_size: int, bits: int, dtype: torch.dtype) -> None:
+        super().__init__()
         self._how = block_size, bits, dtype
-        self._launches = LaunchCache(self._launch)
 
-    def __call__(self, values: Tensor, rows: int, length: int) -> Tensor:
-        """Return ``dequantize(values, rows, length, block_size, bits, dtype)``."""
-        launch = self._launches.find((rows, length), values)
-        if launch is None:
-            return dequantize(values, rows, length, *self._how)
-        out = values.new_empty((rows, length), dtype=self._how[2])
-        launch(values, values, values, out)  # the kernel does not read bitmap and offsets
-        return out
+    def _find(self, x: Tensor, out: Tensor) -> Launch | None:
+        nowhere = no_positions(x.device)
+        return _unpack_launches.find(((1, *out.shape), False, *self._how), x, nowhere, nowhere)
 
-    def _launch(self, device: torch.device, values: TensorKey, rows: int, length: int) -> Launch | None:
-        block_size, bits, dtype = self._how
-        nowhere = torch.Size((0, 0)), (0, 1), torch.int32, True
-        return _unpack_launch(device, values, nowhere, nowhere, (1, rows, length), False, block_size, bits, dtype)
+    def _compute(self, x: Tensor, out: Tensor) -> Tensor:
+        rows, length = out.shape
+        return dequantize(x, rows, length, *self._how)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ where difference and product are exact, so the sum is rounded once, with or with
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,33 +81,28 @@ class _Stored:
 
     def __init__(self, values: Any, count: Any, block_size: int, bits: int) -> None:
         self._block_size, self._bits = block_size, bits
-        size = count * formats.row_bytes(block_size, bits, 0)
-        flat = inductor().lowerings[torch.ops.aten.view.default](values, [size])
-        self._planes, start = [], 0
-        for plane in formats.PLANES[bits]:
-            end = start + count * formats.plane_bytes(block_size, plane)
-            self._planes.append(self._as(flat, start, end, torch.int32))
-            start = end
-        self._headers = self._as(flat, start, start + count * formats.HEADER_BYTES, torch.int16)
-
-    def _as(self, flat: Any, start: Any, end: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
-        """Return a function that loads numbers of type ``dtype`` from the bytes ``start`` to ``end``."""
-        part = inductor().lowerings[torch.ops.aten.slice.Tensor](flat, 0, start, end)
-        numbers = inductor().fallback_handler(torch.ops.aten.view.dtype)(part, dtype)
-        load: Callable[[Sequence[Any]], Any] = numbers.make_loader()
-        return load
+        row, lowerings = formats.row_bytes(block_size, bits, 0), inductor().lowerings
+        codes = row - formats.HEADER_BYTES
+        self._count, self._first_header = count, count * (codes // 2)
+        # The codes alone: an odd number of headers has no whole words.
+        flat = lowerings[torch.ops.aten.view.default](values, [count * row])
+        part = lowerings[torch.ops.aten.slice.Tensor](flat, 0, 0, count * codes)
+        self._load_word = _view(part, count * (codes // 4), torch.int32)
+        self._load_header = _view(values, count * (row // 2), torch.int16)
 
     def value(self, at: Any) -> Any:
         """Return the value with the number ``at``."""
         ops = operations()
         block = inductor().quotient(at, self._block_size)
         e = _index(at) & _number(self._block_size - 1)  # not a remainder: the compiler knows the lowest bits
-        header = ops.to_dtype(self._headers([block]), torch.int32) & _number(0xFFFF)
+        header = ops.to_dtype(self._load_header([self._first_header + block]), torch.int32) & _number(0xFFFF)
         z = self._rest(header, block) ^ self._reverse_bits(e)
-        place = 23 - self._bits
-        for plane, load in zip(formats.PLANES[self._bits], self._planes, strict=True):
-            z = z | self._code(load, at, e, plane, place)
+        place, first_word = 23 - self._bits, 0
+        for plane in formats.PLANES[self._bits]:
+            word = self._load_word([first_word + inductor().quotient(at, _WORD_BITS // plane)])
+            z = z | self._code(word, e, plane, place)
             place += plane
+            first_word += self._count * (self._block_size * plane // _WORD_BITS)
         z = ops.to_dtype_bitcast(z, torch.float32, torch.int32) - _real(2.0**self._bits + 1)
         scale = self._scale(header)
         return self._middle(header, scale) + scale * z
@@ -129,10 +125,9 @@ class _Stored:
             reverse = reverse | (_left(alone, by) if by >= 0 else _right(alone, -by))
         return reverse
 
-    def _code(self, load: Callable[[Sequence[Any]], Any], at: Any, e: Any, plane: int, place: int) -> Any:
-        """Return the part of a code that a plane has, as bits from ``place`` on, of a value."""
-        ops, each, group = operations(), _WORD_BITS // plane, _GROUP_BITS // plane
-        word = load([inductor().quotient(at, each)])
+    def _code(self, word: Any, e: Any, plane: int, place: int) -> Any:
+        """Return the part of a value's code that a word of a plane has, as bits from ``place`` on."""
+        ops, group = operations(), _GROUP_BITS // plane
         by = _left(_right(e, _log(group)) & _number(1), _log(_GROUP_BITS))
         word = ops.bitwise_right_shift(word, by)
         word = ops.bitwise_left_shift(word, _number(place) - _left(e & _number(group - 1), _log(plane)))
@@ -149,6 +144,28 @@ class _Stored:
         offset = (_right(header, 9) ^ _number(64)) - _number(64)
         steps = offset * _number(2**self._bits - 1) + _number(formats.STEPS // 2)
         return scale * (operations().to_dtype(steps, torch.float32) * _real(1 / formats.STEPS))
+
+
+def _view(values: Any, count: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that loads one of ``count`` numbers of type ``dtype`` from contiguous bytes."""
+    ir = inductor().ir
+    layout, inputs = ir.FixedLayout(values.get_device(), dtype, [count]), [ir.ExternKernel.realize_input(values)]
+    view = _view_class()(layout, torch.ops.aten.view.dtype, inputs, [dtype], lambda x, dtype: ((*x, *dtype), {}))
+    load: Callable[[Sequence[Any]], Any] = ir.TensorBox.create(view).make_loader()
+    return load
+
+
+@functools.cache
+def _view_class() -> Any:
+    """Return the class of views of bytes, whose memory inductor knows to be that of its input."""
+    base: Any = inductor().ir.FallbackKernel
+
+    class View(base):  # type: ignore[misc]
+        def codegen(self, wrapper: Any) -> None:
+            """Write the view without the dispatcher, and without an assertion about it."""
+            wrapper.writeline(f"{self.get_name()} = {self.inputs[0].codegen_reference()}.view({self.get_dtype()})")
+
+    return View
 
 
 def _index(index: Any) -> Any:

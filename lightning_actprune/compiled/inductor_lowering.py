@@ -4,9 +4,10 @@ To a compiler, packing is an operator, whose results the partitioner saves. In i
 dispatcher and back to Python takes the host as long as a kernel launch, and a step of a small model waits for that. So
 inductor lowers our operators as follows:
 
-- ``quantize`` and ``dequantize`` call ``codec.packed.Quantize`` and ``Dequantize``, objects that the code creates once
-  and that know their launches, and ``quantize_checked`` calls ``codec.outliers.CheckedQuantize``. Where only pointwise
-  kernels read the unpacked values, inductor unpacks inside of these (``compiled.fused``).
+- ``quantize`` and ``dequantize`` call ``codec.packed.Quantize`` and ``Dequantize``, and ``quantize_checked`` calls
+  ``codec.outliers.CheckedQuantize``. The code creates an object for each call, which knows its launch, and allocates
+  the result. Where only pointwise kernels read the unpacked values, inductor unpacks inside of these
+  (``compiled.fused``).
 - The first packing of a forward also logs the decisions on its graph (``compiled.decision_log``), for code from a
   cache.
 
@@ -16,7 +17,6 @@ If this torch lacks one of the names used here, and in code that is not Python, 
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import torch
@@ -45,16 +45,16 @@ def register_lowerings() -> None:
         lowerings[_own.signs.default] = lower_signs
 
 
-def _quantize(x: Any, block_size: int, bits: int, *site: str) -> Any:
-    """Quantize ``x``, and look for outliers if ``site`` says which operation saves which node."""
+def _quantize(x: Any, block_size: int, bits: int, *operation: str) -> Any:
+    """Quantize ``x``, and look for outliers if ``operation`` says which one saves it."""
     x = _realize(x)
     samples, rows, length = x.get_size()
     size = samples * rows * ceil_div(length, block_size), row_bytes(block_size, bits, 0)
     if not _in_python():
-        operator = _own.quantize_checked if site else _own.quantize
-        return inductor().fallback_handler(operator.default)(x, block_size, bits, *site)
-    name = "CheckedQuantize" if site else "Quantize"
-    return _call(f"{name}{(block_size, bits, *site)}", x, (), size, torch.uint8)
+        operator = _own.quantize_checked if operation else _own.quantize
+        return inductor().fallback_handler(operator.default)(x, block_size, bits, *operation)
+    name = "CheckedQuantize" if operation else "Quantize"
+    return _call(f"{name}{(block_size, bits, *operation)}", x, size, torch.uint8)
 
 
 def _realize(x: Any) -> Any:
@@ -94,7 +94,7 @@ def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int,
         return handler(values, rows, length, block_size, bits, dtype)
     if may_be_fused(length, block_size, bits) and is_read_by_pointwise(virtualized().graph.current_node):
         return unpack_in_kernel(values, rows, length, block_size, bits, dtype)
-    return _call(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
+    return _call(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), dtype)
 
 
 def _in_python() -> bool:
@@ -103,21 +103,24 @@ def _in_python() -> bool:
     return not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False))
 
 
-def _call(constructor: str, x: Any, numbers: tuple[Any, ...], size: tuple[Any, ...], dtype: torch.dtype) -> Any:
-    """Return the result of calling an object with a tensor and numbers.
+def _call(constructor: str, x: Any, size: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    """Return the result of an object that is called with a tensor.
 
     Args:
         constructor: Source code that creates the object.
         x: The tensor, with the strides that the operator needs.
-        numbers: The other arguments.
         size: Size of the result.
         dtype: Type of the result.
     """
     ir = inductor().ir
+    x = ir.ExternKernel.realize_input(x)
+    numbers = *x.get_size(), *x.get_stride(), *size
+    symbols = {symbol for number in numbers for symbol in getattr(number, "free_symbols", ())}
     layout = ir.FixedLayout(x.get_device(), dtype, list(size), None)
-    name = _name(constructor)
-    call = _call_class()(layout, [ir.ExternKernel.realize_input(x)], numbers, python_kernel_name=name)
-    call.constructor = constructor
+    call = _call_class()(layout, [x], sorted(symbols, key=str))
+    call.python_kernel_name = f"actprune_{call.get_name()}"
+    # Code with the same text shares its objects, so the text has to tell what they are called with.
+    call.constructor = f"{constructor}  # of {x.get_dtype()} {[*x.get_size()]} with strides {[*x.get_stride()]}"
     if not virtualized().graph.is_backward:
         call.decisions = pop_pending_text()
     return ir.TensorBox.create(call)
@@ -130,15 +133,10 @@ def _write_decisions(wrapper: Any, text: str) -> None:
     wrapper.writeline("actprune_decisions()")
 
 
-def _name(constructor: str) -> str:
-    """Return the name of an object in the code, such as ``actprune_Quantize_32_4``."""
-    return "actprune_" + re.sub(r"\W+", "_", constructor.replace("torch.", "")).strip("_")
-
-
 @functools.cache
 def _call_class() -> Any:
     """Return the class of calls; its base class exists only after inductor is imported."""
-    base: Any = inductor().ir.ExternKernelAlloc
+    base: Any = inductor().ir.ExternKernelOut
 
     class Call(base):  # type: ignore[misc]
         constructor = ""
@@ -150,7 +148,7 @@ def _call_class() -> Any:
                 _write_decisions(wrapper, self.decisions)
             wrapper.add_import_once("from lightning_actprune.codec.outliers import CheckedQuantize")
             wrapper.add_import_once("from lightning_actprune.codec.packed import Dequantize, Quantize")
-            wrapper.add_import_once(f"{_name(self.constructor)} = {self.constructor}")
+            wrapper.add_import_once(f"{self.python_kernel_name} = {self.constructor}")
             super().codegen(wrapper)
 
     return Call

@@ -129,7 +129,7 @@ class Rewriter:
             how = rows, layout.block, way.bits
             if not source.operation:
                 return [writer.call(_own.quantize.default, *how)]
-            return [writer.call(_own.quantize_checked.default, *how, source.operation, source.node.name)]
+            return [writer.call(_own.quantize_checked.default, *how, source.operation)]
         blocks = writer.compute(operator.mul, writer.size(rows, 1), ceil_div(layout.shape[2], layout.block))
         # codec.blocks.keep_count, which may be a symbol
         dropped = writer.compute(operator.floordiv, writer.compute(operator.mul, blocks, way.parts), SPARSITY_PARTS)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +35,25 @@ class Launch:
         grid: Programs along each axis.
         scalars: All other arguments, compile-time constants included.
         options: Launch options, such as ``num_warps``.
+
+    Attributes:
+        by_address: Launches the compiled kernel, given the addresses of its tensors; ``None`` before the first launch,
+            and where Triton launches always.
     """
 
-    __slots__ = ("_grid", "_kernel", "_options", "_run", "_scalars")
+    __slots__ = ("_grid", "_kernel", "_options", "_run", "_scalars", "by_address")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: Any, **options: int) -> None:
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._grid = (*grid, 1, 1)[:3]
         self._run: Callable[[tuple[Tensor, ...]], None] | None = None if simulated_gpu() is None else _run_nothing
+        self.by_address: Callable[[Sequence[int]], None] | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
+        if self.by_address is not None:
+            self.by_address([tensor.data_ptr() for tensor in tensors])
+            return
         if self._run is not None:
             self._run(tensors)
             return
@@ -53,7 +61,8 @@ class Launch:
         compiled = self._by_triton(tensors)
         compilation.add(time.perf_counter() - start)
         if not INTERPRETED:  # comes last, since another thread may wait for it
-            self._run = runner(compiled, tensors[0].device.index, self._grid, self._scalars) or self._by_triton
+            self.by_address = runner(compiled, tensors[0].device.index, self._grid, self._scalars)
+            self._run = self._by_triton
 
     def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
         return self._kernel[self._grid](*tensors, *self._scalars, **self._options)
@@ -65,14 +74,14 @@ def _run_nothing(tensors: tuple[Tensor, ...]) -> None:
 
 def runner(
     compiled: Any, device: int, grid: tuple[int, ...], scalars: tuple[Any, ...]
-) -> Callable[[tuple[Tensor, ...]], None] | None:
-    """Return ``run(tensors)``, which launches a compiled kernel with all other arguments filled in.
+) -> Callable[[Sequence[int]], None] | None:
+    """Return ``run(addresses)``, which launches a compiled kernel with all other arguments filled in.
 
-    It passes addresses: a launcher asks each tensor for its address, and the driver whether that is on the GPU. In
-    Triton 3.4 to 3.9 a launcher is Python code that ends in one call of a native function, its ``launch``. That code is
-    skipped: its call is recorded once, and the native function is called in the same way. A ResMLP-S12 step then kept a
-    slow host busy for 25.5 ms instead of 30.6 (H200, commits 8294153 and 34ba7b9). ``None`` if the launcher is any
-    other one, which Triton calls.
+    Given a tensor, a launcher asks it for its address, and the driver whether that is on the GPU. In Triton 3.4 to 3.9
+    a launcher is Python code that ends in one call of a native function, its ``launch``. That code is skipped: its call
+    is recorded once, and the native function is called in the same way. A ResMLP-S12 step then kept a slow host busy
+    for 25.5 ms instead of 30.6 (H200, commits 8294153 and 34ba7b9). ``None`` if the launcher is any other one, which
+    Triton calls.
     """
     try:
         stream = functools.partial(triton.runtime.driver.active.get_current_stream, device)
@@ -84,11 +93,11 @@ def runner(
         return None
     launch, before, after, in_tuple = native
 
-    def run_flat(tensors: tuple[Tensor, ...]) -> None:
-        launch(*before, stream(), *after, *[tensor.data_ptr() for tensor in tensors], *scalars)
+    def run_flat(addresses: Sequence[int]) -> None:
+        launch(*before, stream(), *after, *addresses, *scalars)
 
-    def run_tuple(tensors: tuple[Tensor, ...]) -> None:
-        launch(*before, stream(), *after, (*[tensor.data_ptr() for tensor in tensors], *scalars))
+    def run_tuple(addresses: Sequence[int]) -> None:
+        launch(*before, stream(), *after, (*addresses, *scalars))
 
     return run_tuple if in_tuple else run_flat
 

@@ -649,6 +649,9 @@ class QuantizeLaunch:
         casts: Whether a copy in another dtype is written and stored.
         bits: Bits of a stored value.
         paired: Whether inputs are 16-bit values at a multiple of 16 bytes.
+
+    Attributes:
+        kernel: The launch, which takes the input, its copy, or the input again, and memory for the values.
     """
 
     def __init__(
@@ -673,21 +676,16 @@ class QuantizeLaunch:
         tile *= 2 if pairs else 1  # a thread has twice as many values
         scalars = strides[0] // unit, strides[1] // unit, rows, blocks
         constants = length, columns, unit, casts, flat, pairs, block_size, block, tile, encoded
-        self._store = Launch(quantize_all_kernel, (ceil_div(blocks, tile),), *scalars, *constants, num_warps=4)
+        self.kernel = Launch(quantize_all_kernel, (ceil_div(blocks, tile),), *scalars, *constants, num_warps=4)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a launch that casts."""
-        values = self.store(x, copy)
+        values = x.new_empty(self.values, dtype=self.dtype)
+        self.kernel(x, x if copy is None else copy, values)
         if self._positions is None:
             with torch.inference_mode(False):  # inference tensors cannot be saved for backward
                 self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
         return values, self._positions, self._positions
-
-    def store(self, x: Tensor, copy: Tensor | None = None) -> Tensor:
-        """Return the values alone."""
-        values = x.new_empty(self.values, dtype=self.dtype)
-        self._store(x, x if copy is None else copy, values)
-        return values
 
 
 def pack_launch(

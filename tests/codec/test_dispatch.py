@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from lightning_actprune.codec import private
 from lightning_actprune.codec.dispatch import (
+    CompiledCall,
     LaunchCache,
     Machine,
     SimulatedGPU,
@@ -54,6 +55,38 @@ def test_a_launch_is_made_once_for_each_layout_and_a_full_cache_is_emptied():
         with act_as(SimulatedGPU(Machine(1, 1, 9))):
             assert [cache.find((1,), x), cache.find((1,), x)] == [4, 4]  # nobody else meets its launches
         assert [len(cache), cache.find((2,), x), len(cache), cache.find((0,), *tensors)] == [3, 5, 1, 6]
+
+
+def test_compiled_code_launches_by_address_what_it_launched_last():
+    runs = []
+
+    class Copy(CompiledCall):
+        reads = 2
+
+        def _find(self, x, out):
+            return self.launch if forced_backend() is None else None
+
+        def _compute(self, x, out):
+            return x
+
+        def launch(self, *tensors):
+            runs.append(tensors)
+
+    call, out = Copy(), torch.zeros(4)
+    aligned, unaligned = torch.ones(8)[:4], torch.ones(8)[1:5]
+    call.launch.__func__.by_address = None  # of Triton's own launcher, the interpreter and simulated GPUs
+    for _ in range(2):
+        call(aligned, out=out)
+        assert runs.pop() == (aligned, aligned, out)
+    call.launch.__func__.by_address = runs.append
+    for x, sizes in ((aligned, ()), (unaligned, ()), (aligned, (4,)), (aligned, (5,)), (aligned, (4,))):
+        call(x, *sizes, out=out)
+        assert runs.pop() == (x, x, out)
+        call(x, *sizes, out=out)
+        assert runs.pop() == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
+    with force_backend("reference"):
+        call(aligned, 4, out=out)
+    assert (out.tolist(), runs) == ([1] * 4, [])
 
 
 def test_the_choice_can_be_forced_and_the_kernels_refuse_with_reasons():

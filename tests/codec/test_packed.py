@@ -216,7 +216,11 @@ def test_objects_for_compiled_code_do_what_operators_do(device, dtype, bits):
     cut, turned = torch.randn(2, 3, 60, device=device)[:, :, 20:40], torch.randn(2, 20, 3, device=device).mT
     for x in (cut.contiguous(), torch.randn(1, 5, 8, device=device), cut, turned, cut.contiguous() + 1, cut[:0]):
         x = x.to(dtype)
-        values = store(x)
-        assert torch.equal(values, quantize(x, 8, bits))
-        rows, length = x.flatten(0, 1).shape
-        assert torch.equal(read(values, rows, length), dequantize(values, rows, length, 8, bits, dtype))
+        stored, (rows, length) = quantize(x, 8, bits), x.flatten(0, 1).shape
+        expected = dequantize(stored, rows, length, 8, bits, dtype)
+        values, dense = torch.empty_like(stored), torch.empty_like(expected)
+        for _ in range(2):  # by address, the second time
+            store(x, *x.shape, *x.stride(), out=values.zero_())
+            read(values, rows, length, out=dense.zero_())
+            assert torch.equal(values, stored)
+            assert torch.equal(dense, expected)

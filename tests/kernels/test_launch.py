@@ -87,12 +87,12 @@ def test_native_function_gets_what_the_launcher_would_pass(make, driver):
     launcher, tensors = make(), (torch.ones(3), torch.ones(5))
     streams = iter([STREAM, 2])
     driver.get_current_stream = lambda device: next(streams)  # asked for at each launch
-    run = runner(compiled(launcher), 0, GRID, SCALARS)
+    run, addresses = runner(compiled(launcher), 0, GRID, SCALARS), [t.data_ptr() for t in tensors]
     assert not launcher.launch.called
-    launcher(*GRID, STREAM, *FIXED, *[t.data_ptr() for t in tensors], *SCALARS)
+    launcher(*GRID, STREAM, *FIXED, *addresses, *SCALARS)
     with mock.patch.object(type(launcher), "__call__", side_effect=AssertionError("the launcher itself was called")):
-        run(tensors)
-        run(tensors)
+        run(addresses)
+        run(addresses)
     expected, actual, last = launcher.launch.call_args_list
     assert actual == expected
     assert (actual.args[3], last.args[3]) == (STREAM, 2)
