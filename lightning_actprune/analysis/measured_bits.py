@@ -5,7 +5,7 @@ at their settings. An input is there in full while its layer runs, so errors of 
 dense step. One number is kept for each row of an input until backward. It is the error at eight bits: scales of blocks
 are in proportion to ``1 / (2^v - 1)`` for v bits, so errors at other bits follow.
 
-The weight gradients of the step contain errors ``E`` themselves, so their square is ``|G|^2 + E`` in the mean.
+The weight gradients of the step contain errors ``E`` themselves: their squared norm is ``|G|^2 + E`` in the mean.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
 from lightning_actprune.analysis.sensitivity import (
@@ -25,6 +26,8 @@ from lightning_actprune.analysis.sensitivity import (
     MeasuredLayer,
     SensitivityReport,
     Setting,
+    squared_norms,
+    sum_of,
     weights_in,
 )
 from lightning_actprune.codec.formats import row_bytes
@@ -44,7 +47,7 @@ class BitsChoice(NamedTuple):
     Args:
         bits: Bits of a value by name of the layer, ``None`` for one that keeps its input as it is.
         average: Bits of a value over all of them, without headers of blocks.
-        error: Predicted error of all their weight gradients, relative to the norm of these.
+        error: Predicted error of all their weight gradients, relative to the norm of the gradient of all parameters.
     """
 
     bits: dict[str, int | None]
@@ -65,16 +68,17 @@ class BitsProbe:
 
     def __init__(self, model: nn.Module, owner: str, known: Mapping[str, int | None]) -> None:
         self._layers: dict[nn.Module, _ConvertedLayer] = {}
-        for fqns, layer in input_layers(model):
-            weights = [weight for weight in weights_in(layer) if weight.requires_grad]
-            if fqns[0] in known or not weights or not is_converted(layer) or layer.owner != owner:
+        for fqns, module in input_layers(model):
+            weights = [weight for weight in weights_in(module) if weight.requires_grad]
+            if fqns[0] in known or not weights or is_parametrized(module, "weight"):
                 continue
-            if layer.bits and not layer.highest_sparsity:
+            layer: Any = module
+            if is_converted(layer) and layer.owner == owner and layer.bits and not layer.highest_sparsity:
                 setting = Setting(8, 0.0, layer.block_size, layer.keep.topk_over)
-                module: Any = layer
                 self._layers[module] = _ConvertedLayer(fqns, module, (setting,), weights)
         self._watcher = ErrorWatcher(self._layers)
-        self._norms: list[Tensor] = []
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._squares: dict[Tensor, Tensor] = {}
 
     def open(self) -> None:
         """Watch the layers."""
@@ -87,7 +91,7 @@ class BitsProbe:
     @torch.no_grad()
     def backward_ends(self) -> None:
         """Take note of the gradients, before anybody scales or clips them."""
-        self._norms = [torch.stack([_square(w.grad, w) for w in m.weights]).sum() for m in self._layers.values()]
+        self._squares = squared_norms({parameter: parameter.grad for parameter in self._trained})
 
     def choose(self, max_error: float, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> BitsChoice | None:
         """Return the bits of all layers that were called, ``None`` if gradients were not finite.
@@ -97,32 +101,31 @@ class BitsProbe:
             over_ranks: Returns the sum of a tensor over the ranks.
             mean_over: How many ranks' gradients the weights have the mean of.
         """
-        if not self._layers or not self._norms:
-            return BitsChoice({}, 0.0, 0.0)
-        device = self._norms[0].device
-        zero = torch.zeros(1, dtype=torch.float64, device=device)
-        errors = torch.cat([zero if m.batch is None else m.batch.to(device) for m in self._layers.values()])
-        squares = torch.stack([norm.to(device) for norm in self._norms])
-        sums = over_ranks(torch.stack([errors / mean_over, squares], 1)).tolist()
-        rows: list[LayerSensitivity] = []
+        whole = sum_of(self._squares)
+        zero, device = whole.new_zeros(1), whole.device
+        errors = torch.cat([zero, *(zero if m.batch is None else m.batch.to(device) for m in self._layers.values())])
+        own = [sum_of({w: self._squares[w] for w in m.weights if w in self._squares}) for m in self._layers.values()]
+        squares = torch.stack([each.to(device) for each in (whole, *own)])
+        (_, total), *sums = over_ranks(torch.stack([errors / mean_over, squares], 1)).tolist()
         # The first batch may also have shown that a layer is better left dense.
         left = [m if is_converted(m.layer) else None for m in self._layers.values()]
-        found = [(m, *pair) for m, pair in zip(left, sums, strict=True) if m is not None and pair[0]]
-        if not all(math.isfinite(error) and math.isfinite(square) for _, error, square in found):
+        found = [(m, *pair) for m, pair in zip(left, sums, strict=True) if m is not None and all(pair)]
+        if not math.isfinite(total + math.fsum(error for _, error, _ in found)):
             return None
-        own = [max(square - error * _ratio(m.ran_at), _LEAST_GRADIENT * square) for m, error, square in found]
-        whole = math.fsum(own)
-        for (measured, error, _), square in zip(found, own, strict=True):
+        exact = [max(square - error * _ratio(m.ran_at), _LEAST_GRADIENT * square) for m, error, square in found]
+        total -= math.fsum(square for _, _, square in found) - math.fsum(exact)
+        rows: list[LayerSensitivity] = []
+        for (measured, error, _), square in zip(found, exact, strict=True):
             for bits in (*BITS, None):
                 energy = error * _ratio(bits)
-                relative = math.sqrt(energy / square), math.sqrt(energy / whole)
+                relative = math.sqrt(energy / square), math.sqrt(energy / total)
                 rows.append(
                     LayerSensitivity(measured.name, measured.kind, 0.0, bits, *relative, measured.bytes_at(bits))
                 )
         chosen = SensitivityReport(rows, [], 1, 0, "sample").allocate(max_error, min(1.0, LAYER_SHARE * max_error))
         sizes = {measured.name: measured.nbytes[0] for measured, _, _ in found}
-        total = sum(sizes.values())
-        average = sum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / max(total, 1)
+        values = max(sum(sizes.values()), 1)
+        average = sum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
         error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()))
         return BitsChoice({name: row.bits for name, row in chosen.items()}, average, error)
 
@@ -154,13 +157,6 @@ class _ConvertedLayer(MeasuredLayer):
 def _ratio(bits: int | None) -> float:
     """Return the square of the error at so many bits over that at eight."""
     return (255 / (2**bits - 1)) ** 2 if bits else 0.0
-
-
-def _square(grad: Tensor | None, weight: Tensor) -> Tensor:
-    if grad is None:
-        return torch.zeros((), dtype=torch.float64, device=weight.device)
-    norm: Tensor = torch.linalg.vector_norm(grad.float())
-    return norm.double().square()
 
 
 def set_bits(model: nn.Module, report: ConversionReport, bits: Mapping[str, int | None]) -> None:

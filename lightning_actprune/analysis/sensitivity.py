@@ -111,7 +111,7 @@ class LayerSensitivity:
         sparsity: Fraction of blocks dropped.
         bits: Bits of each kept value, ``None`` for values as they are.
         error: Predicted norm of the error over the norm of the layer's exact weight gradient.
-        share: The same over the norm of all measured weight gradients together.
+        share: The same over the norm of the gradient of all parameters.
         nbytes: Bytes that the setting keeps of the inputs of all batches.
     """
 
@@ -154,9 +154,10 @@ class SensitivityReport:
         """Return a setting for each measured layer: few bytes, and predicted errors of at most these.
 
         Args:
-            max_error: Largest norm of the error of all measured weight gradients over their norm, in [0, 1].
-            max_layer_error: The same for each layer, in [0, 1]. Layers whose gradient has less than a thousandth of the
-                norm of all of them are free of it.
+            max_error: Largest norm of the errors of all measured weight gradients over the norm of the gradient of all
+                parameters, in [0, 1].
+            max_layer_error: Largest norm of the error of a layer's weight gradient over the norm of this gradient, in
+                [0, 1]. Layers whose gradient has less than a thousandth of the norm of all are free of it.
 
         Raises:
             TypeError: If an argument is no number.
@@ -425,14 +426,14 @@ class MeasuredLayer:
         energy = (errors * _squares(grad_y, self.layer)).sum(1, dtype=torch.float64)
         self.batch = energy if self.batch is None else self.batch + energy
 
-    def end_batch(self, grads: Sequence[Tensor | None]) -> None:
-        """Add a batch, unless it is not finite; ``grads``: the gradients of the weights."""
+    def end_batch(self, squares: Mapping[Tensor, Tensor], is_finite: Tensor) -> None:
+        """Add a batch if it is finite; ``squares``: the squared norms of the gradients of parameters."""
         batch, self.batch = self.batch, None
-        norms = [torch.linalg.vector_norm(grad.float()) for grad in grads if grad is not None]
-        if batch is None or not norms:
+        own = [squares[weight] for weight in self.weights if weight in squares]
+        if batch is None or not own:
             return
-        sums = torch.cat([batch, torch.stack(norms).double().square().sum().view(1)])
-        sums = torch.where(sums.isfinite().all(), sums, 0.0)
+        sums = torch.cat([batch, torch.stack(own).sum().view(1)])
+        sums = torch.where(sums.isfinite().all() & is_finite.to(sums.device), sums, 0.0)
         self.sums = sums if self.sums is None else self.sums + sums
         self.reason = "its weight gradient was zero or not finite"
 
@@ -548,6 +549,7 @@ class SensitivityProbe:
         self._skipped: list[LayerReport] = []
         self._owner = new_owner("measure_sensitivity()")
         self._open = ExitStack()
+        self._whole = torch.zeros((), dtype=torch.float64)
         self.batches = 0
         """Batches that were measured."""
 
@@ -572,18 +574,19 @@ class SensitivityProbe:
         self._open.close()
 
     @property
-    def weights(self) -> list[Tensor]:
-        """The weights of all measured layers, whose gradients ``end_batch`` needs."""
-        return [weight for measured in self._layers.values() for weight in measured.weights]
+    def is_empty(self) -> bool:
+        """Whether there is no layer to measure."""
+        return not self._layers
 
-    def end_batch(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the batch whose backward has run; ``grads``: the gradients of ``weights``."""
+    def end_batch(self, grads: Mapping[Tensor, Tensor | None]) -> None:
+        """Add the batch whose backward has run, with the gradients of all trained parameters."""
         self.batches += 1
-        start = 0
+        squares = squared_norms(grads)
+        whole = sum_of(squares)
+        is_finite = whole.isfinite()
+        self._whole = self._whole.to(whole.device) + torch.where(is_finite, whole, 0.0)
         for measured in self._layers.values():
-            end = start + len(measured.weights)
-            measured.end_batch(grads[start:end])
-            start = end
+            measured.end_batch(squares, is_finite)
 
     def report(self) -> SensitivityReport:
         """Return what was measured so far."""
@@ -593,7 +596,7 @@ class SensitivityProbe:
         report = SensitivityReport([], list(self._skipped), self.batches, first.block_size, first.topk_over, names)
         known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
         read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []
-        whole = math.fsum(energies[-1] for energies in read)
+        whole = float(self._whole)
         for (measured, _), energies in zip(known, read, strict=True):
             if energies[-1] > 0:
                 report.rows += measured.rows(energies, whole)
@@ -658,6 +661,20 @@ def _made(y: Tensor) -> Tensor:
     if base is None or not base.requires_grad or base.numel() != y.numel():
         return y
     return base if base.is_contiguous() and y.is_contiguous() else y
+
+
+def squared_norms(grads: Mapping[Tensor, Tensor | None]) -> dict[Tensor, Tensor]:
+    """Return the squared norm of each gradient that is there, fp64."""
+    known = [(parameter, grad) for parameter, grad in grads.items() if grad is not None]
+    return {parameter: torch.linalg.vector_norm(grad.float()).double().square() for parameter, grad in known}
+
+
+def sum_of(squares: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the sum of numbers that may be on several devices."""
+    total = torch.zeros((), dtype=torch.float64)
+    for square in squares.values():
+        total = total.to(square.device) + square
+    return total
 
 
 def weights_in(layer: Any) -> Sequence[Tensor]:
@@ -751,14 +768,16 @@ def measure_sensitivity(
             raise TypeError(f"`names` must be patterns, got {name!r}. HINT: such as 'blocks.*.fc1', 'type:linear'.")
     probe = SensitivityProbe(model, _settings_of(bits, sparsities, block_size, topk_over), names)
     with _unchanged(model, _check_seed(seed)), probe:
-        if not probe.weights:
+        if probe.is_empty:
             listing = "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in probe.report().skipped)
             raise ValueError(
                 f"No layer of {type(model).__name__} can be measured:\n{listing}\nHINT: widen `names`, or let "
                 "weights require gradients."
             )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for batch in batches:
-            probe.end_batch(torch.autograd.grad(_check_loss(loss(batch)), probe.weights, allow_unused=True))
+            grads = torch.autograd.grad(_check_loss(loss(batch)), trained, allow_unused=True)
+            probe.end_batch(dict(zip(trained, grads, strict=True)))
     if not probe.batches:
         raise ValueError("`batches` must hold at least one batch, got none. HINT: an iterator can be read only once.")
     return probe.report()

@@ -231,10 +231,8 @@ class FirstBatchProbe:
         has_limit = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
         is_known = self.decisions.spread is not None and self.decisions.retained is None  # from a checkpoint, in part
         self._will_probe_energy = has_limit and sparsity > 0 and not is_known
-        known = self.decisions.bits or {}
         of_bits = [layer.fqn for layer in report.converted if drops_blocks([layer.operator])]
-        restored = self.decisions.retained is not None and self.decisions.bits is None  # by an older checkpoint
-        self._will_choose_bits = self._max_error is not None and not restored and not known.keys() >= set(of_bits)
+        self._will_choose_bits = self._max_error is not None and bool(self.decisions.filter_undecided(of_bits))
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
         """Return True if idle layers, or new ones, keep their input from now on; convert and judge them then."""

@@ -102,9 +102,10 @@ class ActivationPruning(TrainerCallback):
             these, in the most exact one (``callbacks.budget``); the first two steps use the fewest bytes. It excludes a
             ``preset``.
         max_error: Bound on the error that few bits bring into the weight gradients of linear layers and convolutions,
-            relative to the norm of these gradients, in [0, 1], such as ``0.2``; a single layer may err by three times
-            that. The first batch shows in how many bits each layer has to keep its input (``analysis.measured_bits``);
-            until then it has those of the preset, by default ``"max"``. Errors of other operators are not counted.
+            relative to the norm of the whole gradient, in [0, 1], such as ``0.1``; the gradient of a single layer may
+            err by three times that. The first batch shows in how many bits each layer has to keep its input
+            (``analysis.measured_bits``); until then it has those of the preset, by default ``"max"``. Errors of other
+            operators are not counted.
         total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
             every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
             optimizers.
@@ -358,12 +359,11 @@ class ActivationPruning(TrainerCallback):
             "total_steps": self._progress.horizon,
             "layers": self._decisions.layers,
             "skip_retained": self.skip_retained,
-            "max_error": self.max_error,
-            "bits": self._decisions.bits,
             "spread": self._decisions.spread,
             "retained": self._decisions.retained,
             "saved": self._decisions.saved.state_dict(),
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
+            **({} if self.max_error is None else {"max_error": self.max_error, "bits": self._decisions.bits}),
         }
 
     # So Lightning takes it for the method of `Callback`, and `setup` refuses instances with the same patterns:
@@ -490,7 +490,7 @@ class ActivationPruning(TrainerCallback):
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
         # Older checkpoints lack `skip_retained`; `total_steps` changes no decision.
         decisive = "kept", "rules", "layers", "skip_retained", "max_error"
-        is_same = all({**now, **then}[name] == now[name] for name in decisive)
+        is_same = all({**now, **then}.get(name) == now.get(name) for name in decisive)
         if not then or not is_same:
             return None
         decided = then.get("spread") is not None
