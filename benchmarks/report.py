@@ -488,6 +488,26 @@ def gradients() -> str:
     return "\n\n".join(parts)
 
 
+# === Errors: measured_bits.md =====================================================================
+
+
+def errors() -> str:
+    """Predicted and actual errors of weight gradients, with equal bits and with bits by their error."""
+    records = select("errors")
+    rows = [
+        [
+            r["model"],
+            str(r["steps"]),
+            r["setting"],
+            f"{r['bits']:.2f}",
+            *(f"{r[n]:.3f}" for n in ("predicted", "actual", "whole")),
+        ]
+        for r in records
+    ]
+    header = "model", "steps", "setting", "bits", "predicted", "actual", "with all operators"
+    return sourced(header, rows, records, "errors")
+
+
 # === The zoo, and the paper's accounting ==========================================================
 
 
@@ -607,6 +627,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "components": components,
     "positions": positions,
     "savings": savings,
+    "errors": errors,
 }
 """Tables by the name of their markers."""
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
