@@ -91,7 +91,8 @@ class BitsProbe:
     @torch.no_grad()
     def backward_ends(self) -> None:
         """Take note of the gradients, before anybody scales or clips them."""
-        self._squares = squared_norms({parameter: parameter.grad for parameter in self._trained})
+        # With several optimizers, the gradients of one may be gone when those of another arrive.
+        self._squares |= squared_norms({parameter: parameter.grad for parameter in self._trained})
 
     def choose(self, max_error: float, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> BitsChoice | None:
         """Return the bits of all layers that were called, ``None`` if gradients were not finite.
@@ -102,30 +103,28 @@ class BitsProbe:
             mean_over: How many ranks' gradients the weights have the mean of.
         """
         whole = sum_of(self._squares)
-        zero, device = whole.new_zeros(1), whole.device
-        errors = torch.cat([zero, *(zero if m.batch is None else m.batch.to(device) for m in self._layers.values())])
-        own = [sum_of({w: self._squares[w] for w in m.weights if w in self._squares}) for m in self._layers.values()]
-        squares = torch.stack([each.to(device) for each in (whole, *own)])
-        (_, total), *sums = over_ranks(torch.stack([errors / mean_over, squares], 1)).tolist()
+        numbers = torch.stack(
+            [whole.new_zeros(4), *(m.numbers(self._squares).to(whole) for m in self._layers.values())]
+        )
+        numbers[0, 1] = whole
+        numbers[:, [0, 2]] /= mean_over
+        (_, total, _, _), *rows = over_ranks(numbers).tolist()
         # The first batch may also have shown that a layer is better left dense.
         left = [m if is_converted(m.layer) else None for m in self._layers.values()]
-        found = [(m, *pair) for m, pair in zip(left, sums, strict=True) if m is not None and all(pair)]
-        if not math.isfinite(total + math.fsum(error for _, error, _ in found)):
+        found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[1]]
+        if not all(math.isfinite(number) for _, row in found for number in (*row, total)):
             return None
-        exact = [max(square - error * _ratio(m.ran_at), _LEAST_GRADIENT * square) for m, error, square in found]
-        total -= math.fsum(square for _, _, square in found) - math.fsum(exact)
-        rows: list[LayerSensitivity] = []
-        for (measured, error, _), square in zip(found, exact, strict=True):
-            for bits in (*BITS, None):
-                energy = error * _ratio(bits)
-                relative = math.sqrt(energy / square), math.sqrt(energy / total)
-                rows.append(
-                    LayerSensitivity(measured.name, measured.kind, 0.0, bits, *relative, measured.bytes_at(bits))
-                )
-        chosen = SensitivityReport(rows, [], 1, 0, "sample").allocate(max_error, min(1.0, LAYER_SHARE * max_error))
-        sizes = {measured.name: measured.nbytes[0] for measured, _, _ in found}
-        values = max(sum(sizes.values()), 1)
-        average = sum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
+        exact = [max(square - noise, _LEAST_GRADIENT * square) for _, (_, square, noise, _) in found]
+        total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
+        options = [
+            m.row(bits, error, square, total, nbytes)
+            for (m, (error, _, _, nbytes)), square in zip(found, exact, strict=True)
+            for bits in (*BITS, None)
+        ]
+        chosen = SensitivityReport(options, [], 1, 0, "sample").allocate(max_error, min(1.0, LAYER_SHARE * max_error))
+        sizes = {m.name: nbytes for m, (_, _, _, nbytes) in found}
+        values = max(math.fsum(sizes.values()), 1.0)
+        average = math.fsum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
         error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()))
         return BitsChoice({name: row.bits for name, row in chosen.items()}, average, error)
 
@@ -147,11 +146,28 @@ class _ConvertedLayer(MeasuredLayer):
         errors: Tensor = super().see_input(x)
         return errors
 
-    def bytes_at(self, bits: int | None) -> int:
-        """Return the bytes of the input in so many bits; ``None``: as it is, in 16 bits."""
-        block = self.settings[0].block_size
+    def numbers(self, squares: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return squares of the error at eight bits, of the gradient and of the step's own error, and bytes, fp64."""
+        square = sum_of({weight: squares[weight] for weight in self.weights if weight in squares})
+        error = square.new_zeros(()) if self.batch is None else self.batch.sum().to(square.device)
+        return torch.stack([error, square, error * _ratio(self.ran_at), square.new_full((), sum(self.nbytes))])
+
+    def row(self, bits: int | None, error: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
+        """Return what so many bits do, ``None`` for values as they are, in 16 bits.
+
+        Args:
+            bits: The bits.
+            error: Square of the error at eight bits.
+            own: Square of the layer's gradient.
+            total: Square of the whole gradient.
+            nbytes: Bytes at eight bits.
+        """
+        block, energy = self.settings[0].block_size, error * _ratio(bits)
         size = 2 * block if bits is None else row_bytes(block, bits, 0)
-        return self.nbytes[0] * size // row_bytes(block, 8, 0)
+        size = round(nbytes * size / row_bytes(block, 8, 0))
+        return LayerSensitivity(
+            self.name, self.kind, 0.0, bits, math.sqrt(energy / own), math.sqrt(energy / total), size
+        )
 
 
 def _ratio(bits: int | None) -> float:

@@ -665,8 +665,12 @@ def _made(y: Tensor) -> Tensor:
 
 def squared_norms(grads: Mapping[Tensor, Tensor | None]) -> dict[Tensor, Tensor]:
     """Return the squared norm of each gradient that is there, fp64."""
-    known = [(parameter, grad) for parameter, grad in grads.items() if grad is not None]
-    return {parameter: torch.linalg.vector_norm(grad.float()).double().square() for parameter, grad in known}
+    found: dict[Tensor, Tensor] = {}
+    for parameter, grad in grads.items():
+        if grad is not None:
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            found[parameter] = torch.linalg.vector_norm(values.float()).double().square()
+    return found
 
 
 def sum_of(squares: Mapping[Tensor, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationPruning, Keep, convert
-from lightning_actprune.analysis.measured_bits import BitsProbe
+from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe
 from lightning_actprune.callbacks.pruning import _check_gradients
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers
@@ -108,20 +109,45 @@ def test_trials_of_a_tuner_measure_for_the_fit():
     assert len(set(bits_of(pruning).values())) > 1
 
 
+class Rank:
+    """What one rank measures of two linear layers behind an embedding, of which it may call the first alone."""
+
+    def __init__(self, seed: int, both: bool) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 64, sparse=True), nn.Linear(64, 64), nn.Linear(64, 64))
+        convert_layers(model, Config("max"), "me")
+        self.probe = BitsProbe(model, "me", {})
+        self.probe.open()
+        tokens = torch.randint(8, (32,), generator=torch.Generator().manual_seed(seed))
+        model[: 3 if both else 2](tokens).square().mean().backward()
+        self.probe.backward_ends()
+        self.probe.close()
+
+    def choose(self, others: Callable[[Tensor], Tensor], ranks: int, bound: float = 1.0) -> BitsChoice:
+        choice = self.probe.choose(bound, others, ranks)
+        assert choice is not None
+        return choice
+
+    def numbers(self) -> Tensor:
+        seen: list[Tensor] = []
+        self.choose(lambda numbers: seen.append(numbers.clone()) or numbers, 2)
+        return seen[0]
+
+
 def test_means_of_more_ranks_err_less():
     """Gradients of four ranks with errors of their own: the error of their mean has half the norm."""
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
-    convert_layers(model, Config("max"), "me")
-    probe = BitsProbe(model, "me", {})
-    probe.open()
-    model(x).square().mean().backward()
-    probe.backward_ends()
-    probe.close()
-    one, four = probe.choose(1.0, lambda t: t, 1), probe.choose(1.0, lambda t: 4 * t, 4)
-    assert one is not None
-    assert four is not None
+    rank = Rank(0, both=True)
+    one, four = rank.choose(lambda t: t, 1), rank.choose(lambda t: 4 * t, 4)
     assert four.bits == one.bits
     assert four.error == pytest.approx(one.error / 2, rel=0.1)  # not quite: the errors in the gradient count less, too
+
+
+def test_ranks_that_have_seen_other_inputs_choose_the_same_bits():
+    ranks = Rank(0, both=True), Rank(1, both=False)
+    total = ranks[0].numbers() + ranks[1].numbers()
+    found, other = (rank.choose(lambda _: total, 2, 0.05) for rank in ranks)
+    assert found == other
+    assert list(found.bits) == ["1", "2"]
 
 
 @pytest.mark.parametrize(
