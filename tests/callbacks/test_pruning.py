@@ -80,6 +80,7 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
         "block_size": 16,
         "rules": {"head": Keep(sparsity=0.2), "type:norm": None},
         "memory_budget": None,
+        "max_error": None,
         "total_steps": 10,
         "skip_retained": False,
         "cuda_graphs": True,
