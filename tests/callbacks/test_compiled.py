@@ -121,7 +121,7 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
     assert_plain(model)
 
 
-@pytest.mark.parametrize("settings", [{"preset": "balanced"}, {"max_error": 0.02}])
+@pytest.mark.parametrize("settings", [{"preset": "balanced"}, {"max_error": 0.005}])
 def test_accumulation_and_validation_in_between(settings):
     """Two epochs, of two batches a step; bits are chosen before the compiler sees them."""
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1.0}
@@ -134,7 +134,6 @@ def test_accumulation_and_validation_in_between(settings):
     assert "packed" in {row.how for row in pruning.compiled}
     chosen = {layer.keep.bits for layer in pruning.converted if layer.fqn.endswith("second")}
     assert chosen <= {row.bits for row in pruning.compiled}
-    assert chosen != {2}
 
 
 @pytest.mark.parametrize(("preset", "part"), [("max", "all"), ("recompute", "blocks")])
