@@ -735,8 +735,8 @@ def measure_sensitivity(
     The figures are those of the weights at that moment: measure again later in the training. Gradients alone are asked
     for, which a reentrant checkpoint does not support: layers inside one are not measured.
 
-    Predictions for bits are means over random errors, from which one batch differs by a few per cent. For dropped blocks
-    they are lower bounds (see the module).
+    Predictions for bits are means over random errors, from which one batch differs by a few per cent. For dropped
+    blocks they are lower bounds (see the module).
 
     Args:
         model: Any module, converted or not.
