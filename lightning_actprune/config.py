@@ -469,6 +469,12 @@ class Config:
             pattern.removeprefix(OPERATION): rule.bits if isinstance(rule, Keep) else None for pattern, rule in named
         }
 
+    def names_bits(self, fqns: Sequence[str], operator: Operator) -> bool:
+        """Return True if a rule says in how many bits a layer with these names is kept, or that it is dense."""
+        pattern = self.rule_of(fqns, operator)
+        rule = None if pattern is None else self._rules[pattern]
+        return pattern is not None and not (isinstance(rule, Keep) and "bits" not in rule.explicit)
+
     @property
     def keeps(self) -> list[Keep]:
         """All settings that some layer may have."""

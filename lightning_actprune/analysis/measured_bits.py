@@ -11,7 +11,7 @@ The weight gradients of the step contain errors ``E`` themselves: their squared 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from lightning_actprune.analysis.sensitivity import (
     weights_in,
 )
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.config import BITS
+from lightning_actprune.config import BITS, Config
 from lightning_actprune.convert import is_converted, revert_layers
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
@@ -45,7 +45,7 @@ class BitsChoice(NamedTuple):
     """The bits of layers.
 
     Args:
-        bits: Bits of a value by name of the layer, ``None`` for one that keeps its input as it is.
+        bits: Bits of a value by name of the layer; ``None`` means that the layer keeps its input unchanged.
         average: Bits of a value over all of them, without headers of blocks.
         error: Predicted error of all their weight gradients, relative to the norm of the gradient of all parameters.
     """
@@ -63,17 +63,20 @@ class BitsProbe:
     Args:
         model: The module that holds the layers.
         owner: Name of their conversion.
-        known: Names of layers that are not measured.
+        config: Its settings. Layers whose bits a rule names are not measured.
+        known: Names of layers that are not measured either.
     """
 
-    def __init__(self, model: nn.Module, owner: str, known: Mapping[str, int | None]) -> None:
+    def __init__(self, model: nn.Module, owner: str, config: Config, known: Container[str] = ()) -> None:
         self._layers: dict[nn.Module, _ConvertedLayer] = {}
         for fqns, module in input_layers(model):
             weights = [weight for weight in weights_in(module) if weight.requires_grad]
             if fqns[0] in known or not weights or is_parametrized(module, "weight"):
                 continue
             layer: Any = module
-            if is_converted(layer) and layer.owner == owner and layer.bits and not layer.highest_sparsity:
+            if not is_converted(layer) or layer.owner != owner or config.names_bits(fqns, layer.operator_of(layer)):
+                continue
+            if layer.bits and not layer.highest_sparsity:
                 setting = Setting(8, 0.0, layer.block_size, layer.keep.topk_over)
                 self._layers[module] = _ConvertedLayer(fqns, module, (setting,), weights)
         self._watcher = ErrorWatcher(self._layers)
@@ -95,7 +98,7 @@ class BitsProbe:
         self._squares |= squared_norms({parameter: parameter.grad for parameter in self._trained})
 
     def choose(self, max_error: float, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> BitsChoice | None:
-        """Return the bits of all layers that were called, ``None`` if gradients were not finite.
+        """Return the bits of all layers that were called, ``None`` if there was no gradient, or no finite one.
 
         Args:
             max_error: See ``ActivationPruning``.
@@ -112,7 +115,7 @@ class BitsProbe:
         # The first batch may also have shown that a layer is better left dense.
         left = [m if is_converted(m.layer) else None for m in self._layers.values()]
         found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[1]]
-        if not all(math.isfinite(number) for _, row in found for number in (*row, total)):
+        if not total or not all(math.isfinite(number) for _, row in found for number in (*row, total)):
             return None
         exact = [max(square - noise, _LEAST_GRADIENT * square) for _, (_, square, noise, _) in found]
         total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
@@ -137,7 +140,7 @@ class _ConvertedLayer(MeasuredLayer):
     """A converted layer that is measured."""
 
     ran_at = 0
-    """Bits in which the step itself keeps the input, 0 if as it is."""
+    """Bits in which the step itself keeps the input, 0 for an unchanged one."""
 
     def see_input(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
@@ -153,10 +156,10 @@ class _ConvertedLayer(MeasuredLayer):
         return torch.stack([error, square, error * _ratio(self.ran_at), square.new_full((), sum(self.nbytes))])
 
     def row(self, bits: int | None, error: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
-        """Return what so many bits do, ``None`` for values as they are, in 16 bits.
+        """Return the error and the bytes of this layer in ``bits`` bits.
 
         Args:
-            bits: The bits.
+            bits: The bits; ``None`` keeps the values unchanged, in 16 bits.
             error: Square of the error at eight bits.
             own: Square of the layer's gradient.
             total: Square of the whole gradient.
@@ -171,7 +174,7 @@ class _ConvertedLayer(MeasuredLayer):
 
 
 def _ratio(bits: int | None) -> float:
-    """Return the square of the error at so many bits over that at eight."""
+    """Return how many times larger the squared error is in ``bits`` bits than in eight."""
     return (255 / (2**bits - 1)) ** 2 if bits else 0.0
 
 

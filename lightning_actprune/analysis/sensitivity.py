@@ -129,7 +129,7 @@ class SensitivityReport:
     """How much weight gradients suffer from compression, by layer and setting.
 
     Args:
-        rows: One for each layer and setting, layer by layer; the last one of a layer keeps its input as it is.
+        rows: One for each layer and setting, layer by layer; the last row of a layer keeps its input unchanged.
         skipped: Layers that were not measured, with the reason.
         batches: Batches that were measured.
         block_size: Values per block.
@@ -200,7 +200,7 @@ class SensitivityReport:
         return grouped(wanted, best)
 
     def to_yaml(self, max_error: float = 0.1, max_layer_error: float = 0.3) -> str:
-        """Return what ``suggest`` does as an entry of ``init_args`` of ``ActivationPruning`` in a YAML file."""
+        """Return the rules of ``suggest`` as YAML, an entry of ``init_args`` of ``ActivationPruning``."""
         rules = self.suggest(max_error, max_layer_error)
         lines = [f"  {json.dumps(pattern)}: {_in_yaml(keep)}" for pattern, keep in rules.items()]
         return "\n".join(["rules:", *lines] if lines else ["rules: {}"]) + "\n"
@@ -352,7 +352,8 @@ def _errors_of_windows(x: Tensor, setting: Setting, layer: Convolution) -> Tenso
     stride, padding, dilation, groups = windows_of(layer)
     ones = errors.new_ones(groups, x.shape[1] // groups, *layer.kernel_size)
     none = (0,) * len(stride)
-    return torch.convolution(errors, ones, None, stride, padding, dilation, False, none, groups).flatten()
+    with torch.autocast(x.device.type, enabled=False):  # small errors are zero in fp16
+        return torch.convolution(errors, ones, None, stride, padding, dilation, False, none, groups).flatten()
 
 
 def _squares(grad_y: Tensor, layer: nn.Module) -> Tensor:
@@ -405,7 +406,7 @@ class MeasuredLayer:
 
     @torch.no_grad()
     def see_input(self, x: Tensor) -> Tensor:
-        """Return what has to be known of an input until the gradient of the output arrives, ``[settings, R]``."""
+        """Return the squared errors of an input by setting and row, ``[settings, R]``, and count its bytes."""
         layer = self.layer
         is_convolved = isinstance(layer, Convolution)
         x = without_gaps(x) if is_convolved else x

@@ -22,7 +22,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -36,7 +35,7 @@ from lightning_actprune.analysis.simulate_step import (
     simulate,
 )
 from lightning_actprune.analysis.step_memory import StepMemory
-from lightning_actprune.callbacks.fit import run_check
+from lightning_actprune.callbacks.fit import holds_whole_weights, run_check
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
 from lightning_actprune.operators.containers import map_tensors
@@ -403,8 +402,7 @@ def _check_surroundings(trainer: pl.Trainer, model: pl.LightningModule, budget: 
             "steps optimizers cannot be simulated. HINT: choose a preset, or use `allocate` with a loss of your own."
         )
     strategy = trainer.strategy
-    # Lightning derives DeepSpeed's strategy from DDP's.
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+    if not holds_whole_weights(strategy):
         raise MisconfigurationException(
             f"`memory_budget` cannot work with {type(strategy).__name__}, which loads and frees parameters itself. "
             "HINT: choose a preset, or train on one device or with DDP."

@@ -38,7 +38,7 @@ from lightning_actprune.analysis.first_batch import (
 )
 from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, set_bits
 from lightning_actprune.codec.private import refusal
-from lightning_actprune.config import drops_blocks, shorten
+from lightning_actprune.config import Config, drops_blocks, shorten
 from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport
 
@@ -190,10 +190,12 @@ class FirstBatchProbe:
         skip_retained: Whether retained layers become dense; if not, the probes see nothing inside compiled modules.
         max_error: Bound on the error of weight gradients by which bits are chosen, ``None`` to leave them.
         owner: Name of the conversion.
+        config: Its settings.
     """
 
-    def __init__(self, skip_retained: bool, max_error: float | None, owner: str) -> None:
-        self._skip_retained, self._max_error, self._owner = skip_retained, max_error, owner
+    def __init__(self, skip_retained: bool, max_error: float | None, owner: str, config: Config) -> None:
+        self._skip_retained, self._max_error = skip_retained, max_error
+        self._owner, self._config = owner, config
         self.decisions = Decisions()
         self._will_probe = self._will_probe_energy = False
         self._retention: RetentionProbe | None = None
@@ -267,7 +269,7 @@ class FirstBatchProbe:
             rank_zero_warn(f"{problem} All stay converted.")
             self._will_probe = False
         if self._will_choose_bits:
-            self._bits = BitsProbe(model, self._owner, self.decisions.bits or {})
+            self._bits = BitsProbe(model, self._owner, self._config, self.decisions.bits or {})
             self._bits.open()
         if not self._will_probe:
             return

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -38,6 +39,12 @@ def run_check(check: Callable[..., _Result], *arguments: Any, **keywords: Any) -
         return check(*arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(str(error)) from error
+
+
+def holds_whole_weights(strategy: Strategy) -> bool:
+    """Return True if each process holds all parameters, and gradients of whole ones."""
+    # Lightning derives DeepSpeed's strategy from DDP's.
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
 
 
 def check_verbose(value: Any) -> Verbosity:

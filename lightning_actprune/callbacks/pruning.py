@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -33,6 +32,7 @@ from lightning_actprune.callbacks.fit import (
     TrainerCallback,
     Verbosity,
     check_verbose,
+    holds_whole_weights,
     is_detailed,
     run_check,
     warn_of_idle,
@@ -104,8 +104,8 @@ class ActivationPruning(TrainerCallback):
         max_error: Bound on the error that few bits bring into the weight gradients of linear layers and convolutions,
             relative to the norm of the whole gradient, in [0, 1], such as ``0.1``; the gradient of a single layer may
             err by three times that. The first batch shows in how many bits each layer has to keep its input
-            (``analysis.measured_bits``); until then it has those of the preset, by default ``"max"``. Errors of other
-            operators are not counted.
+            (``analysis.measured_bits``); until then it has those of the preset, by default ``"max"``. Layers whose
+            bits a rule names keep these. Errors of other operators are not counted.
         total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
             every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
             optimizers.
@@ -182,7 +182,7 @@ class ActivationPruning(TrainerCallback):
         self._state_key = type(self).__qualname__ + repr({"rules": patterns})
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
-        self._probe = FirstBatchProbe(skip_retained, self.max_error, self._owner)
+        self._probe = FirstBatchProbe(skip_retained, self.max_error, self._owner, self._config)
         self._decisions = self._probe.decisions
         self._compiled = CompiledLayers(self._owner)
         self._dense_view = DenseView()
@@ -489,8 +489,8 @@ class ActivationPruning(TrainerCallback):
         by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
         # Older checkpoints lack `skip_retained`; `total_steps` changes no decision.
-        decisive = "kept", "rules", "layers", "skip_retained", "max_error"
-        is_same = all({**now, **then}.get(name) == now.get(name) for name in decisive)
+        is_same = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
+        is_same = is_same and then.get("max_error") == self.max_error
         if not then or not is_same:
             return None
         decided = then.get("spread") is not None
@@ -547,7 +547,7 @@ def _check_max_error(max_error: float, others: Mapping[str, Any], config: Config
 def _check_gradients(trainer: pl.Trainer) -> None:
     """Raise if no process has whole weight gradients."""
     strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+    if not holds_whole_weights(strategy):
         raise MisconfigurationException(
             f"`max_error` needs the gradients of whole weights, and {type(strategy).__name__} may shard them. HINT: "
             "measure on one GPU with `measure_sensitivity`, and pass its `suggest(max_error)` as `rules`."

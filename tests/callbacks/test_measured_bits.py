@@ -90,6 +90,21 @@ def test_a_batch_whose_gradients_are_not_finite_is_not_judged_by():
     assert seen[1] == seen[2] != seen[0]
 
 
+RULES = {"body.1.first": Keep(bits=3), "body.*.second": Keep(block_size=16)}
+
+
+def test_a_batch_without_a_step_is_not_judged_by_and_a_rule_that_names_bits_stands():
+    pruning, model = ActivationPruning(max_error=0.02, rules=RULES), Stack()
+    step = model.training_step
+    model.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx else None
+    fit(model, pruning, max_epochs=1)
+    bits = bits_of(pruning)
+    assert bits.pop("body.1.first") == 3
+    assert {bits[name] for name in bits if name.endswith("second")} != {2}
+    assert max(n or 16 for n in bits.values()) > 3
+    assert {row.keep.block_size for row in pruning.converted if row.fqn.endswith("second")} == {16}
+
+
 class Sized(Stack):
     """A stack with a batch size for a tuner."""
 
@@ -116,7 +131,7 @@ class Rank:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 64, sparse=True), nn.Linear(64, 64), nn.Linear(64, 64))
         convert_layers(model, Config("max"), "me")
-        self.probe = BitsProbe(model, "me", {})
+        self.probe = BitsProbe(model, "me", Config("max"))
         self.probe.open()
         tokens = torch.randint(8, (32,), generator=torch.Generator().manual_seed(seed))
         model[: 3 if both else 2](tokens).square().mean().backward()
