@@ -397,6 +397,16 @@ class Config:
         object.__setattr__(fitted, "_base", base)
         return fitted
 
+    def finer(self, sizes: int) -> Config:
+        """Return the same with more bits for what is no input of a layer with a weight: by ``sizes`` of ``BITS``."""
+        finer, base = copy(self), dict(self._base)
+        for operator, keep in base.items() if sizes else ():
+            if keep.bits is not None and not drops_blocks([operator]):
+                bits = BITS[min(BITS.index(keep.bits) + sizes, len(BITS) - 1)]
+                base[operator] = replace(keep, bits=bits)
+        object.__setattr__(finer, "_base", base)
+        return finer
+
     def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:
         """Return the pattern of the rule that applies to a layer with these names, ``None`` if no rule does.
 

@@ -6,6 +6,10 @@ dense step. One number is kept for each row of an input until backward. It is th
 are in proportion to ``1 / (2^v - 1)`` for v bits, so errors at other bits follow.
 
 The weight gradients of the step contain errors ``E`` themselves: their squared norm is ``|G|^2 + E`` in the mean.
+
+What other operators keep brings errors into gradients, too, and a second backward measures all of these in one number
+(``analysis.second_backward``). They are part of the error that is bounded. If they are more than half of its square,
+other operators get more bits: one size more divides their square by 4.6 at least, from three bits to four.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
+from lightning_actprune.analysis.second_backward import SecondBackward
 from lightning_actprune.analysis.sensitivity import (
     ErrorWatcher,
     LayerSensitivity,
@@ -39,6 +44,10 @@ from lightning_actprune.report import ConversionReport
 
 _LEAST_GRADIENT = 0.01
 """Least share of the measured square of a gradient that is not taken for its own errors."""
+_FOR_OTHERS = 0.5
+"""Share of the square of the bound that errors of other operators may take."""
+_FINER = (7 / 15) ** 2
+"""By how much one size more of bits lowers the square of an error, at least (``config.BITS``)."""
 
 
 class BitsChoice(NamedTuple):
@@ -47,12 +56,16 @@ class BitsChoice(NamedTuple):
     Args:
         bits: Bits of a value by name of the layer; ``None`` means that the layer keeps its input unchanged.
         average: Bits of a value over all of them, without headers of blocks.
-        error: Predicted error of all their weight gradients, relative to the norm of the gradient of all parameters.
+        error: Predicted error of the gradient of all parameters, relative to its norm.
+        others: The part of it that is not from these layers.
+        finer: How many sizes of bits other operators get more.
     """
 
     bits: dict[str, int | None]
     average: float
     error: float
+    others: float
+    finer: int
 
 
 class BitsProbe:
@@ -82,6 +95,8 @@ class BitsProbe:
         self._watcher = ErrorWatcher(self._layers)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._squares: dict[Tensor, Tensor] = {}
+        self._others: list[Tensor] = []
+        self._second: SecondBackward | None = None
 
     def open(self) -> None:
         """Watch the layers."""
@@ -90,10 +105,24 @@ class BitsProbe:
     def close(self) -> None:
         """Stop watching. Closing twice does nothing."""
         self._watcher.close()
+        self._end_second()
+
+    def backward_starts(self, loss: Tensor) -> None:
+        """Measure in the backward of a loss which errors come from other operators."""
+        self._end_second()
+        weights = {weight for layer in self._layers.values() for weight in layer.weights}
+        self._second = SecondBackward(loss, exact=weights)
+
+    def _end_second(self) -> None:
+        if self._second is not None:
+            self._second.close()
+            self._others += [self._second.squares[p] for p in self._trained if p in self._second.squares]
+            self._second = None
 
     @torch.no_grad()
     def backward_ends(self) -> None:
         """Take note of the gradients, before anybody scales or clips them."""
+        self._end_second()
         # With several optimizers, the gradients of one may be gone when those of another arrive.
         self._squares |= squared_norms({parameter: parameter.grad for parameter in self._trained})
 
@@ -105,31 +134,38 @@ class BitsProbe:
             over_ranks: Returns the sum of a tensor over the ranks.
             mean_over: How many ranks' gradients the weights have the mean of.
         """
-        whole = sum_of(self._squares)
+        whole = sum_of(self._squares.values())
         numbers = torch.stack(
             [whole.new_zeros(4), *(m.numbers(self._squares).to(whole) for m in self._layers.values())]
         )
-        numbers[0, 1] = whole
+        numbers[0, 1], numbers[0, 2] = whole, sum_of(self._others)
         numbers[:, [0, 2]] /= mean_over
-        (_, total, _, _), *rows = over_ranks(numbers).tolist()
+        (_, total, others, _), *rows = over_ranks(numbers).tolist()
         # The first batch may also have shown that a layer is better left dense.
         left = [m if is_converted(m.layer) else None for m in self._layers.values()]
         found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[1]]
-        if not total or not all(math.isfinite(number) for _, row in found for number in (*row, total)):
+        if not total or not all(map(math.isfinite, (total, others, *(number for _, row in found for number in row)))):
             return None
         exact = [max(square - noise, _LEAST_GRADIENT * square) for _, (_, square, noise, _) in found]
         total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
+        total = max(total - others, _LEAST_GRADIENT * total)
+        bound, finer = max_error**2 * total, 0
+        while finer < len(BITS) - 1 and others > _FOR_OTHERS * bound:
+            others, finer = others * _FINER, finer + 1
+        left_for_layers = math.sqrt(max(bound - others, 0.0) / total)
         options = [
             m.row(bits, error, square, total, nbytes)
             for (m, (error, _, _, nbytes)), square in zip(found, exact, strict=True)
             for bits in (*BITS, None)
         ]
-        chosen = SensitivityReport(options, [], 1, 0, "sample").allocate(max_error, min(1.0, LAYER_SHARE * max_error))
+        report = SensitivityReport(options, [], 1, 0, "sample")
+        chosen = report.allocate(left_for_layers, min(1.0, LAYER_SHARE * max_error))
         sizes = {m.name: nbytes for m, (_, _, _, nbytes) in found}
         values = max(math.fsum(sizes.values()), 1.0)
         average = math.fsum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
-        error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()))
-        return BitsChoice({name: row.bits for name, row in chosen.items()}, average, error)
+        error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()) + others / total)
+        bits = {name: row.bits for name, row in chosen.items()}
+        return BitsChoice(bits, average, error, math.sqrt(others / total), finer)
 
 
 LAYER_SHARE = 3.0
@@ -151,7 +187,7 @@ class _ConvertedLayer(MeasuredLayer):
 
     def numbers(self, squares: Mapping[Tensor, Tensor]) -> Tensor:
         """Return squares of the error at eight bits, of the gradient and of the step's own error, and bytes, fp64."""
-        square = sum_of({weight: squares[weight] for weight in self.weights if weight in squares})
+        square = sum_of(squares[weight] for weight in self.weights if weight in squares)
         error = square.new_zeros(()) if self.batch is None else self.batch.sum().to(square.device)
         return torch.stack([error, square, error * _ratio(self.ran_at), square.new_full((), sum(self.nbytes))])
 

@@ -583,7 +583,7 @@ class SensitivityProbe:
         """Add the batch whose backward has run, with the gradients of all trained parameters."""
         self.batches += 1
         squares = squared_norms(grads)
-        whole = sum_of(squares)
+        whole = sum_of(squares.values())
         is_finite = whole.isfinite()
         self._whole = self._whole.to(whole.device) + torch.where(is_finite, whole, 0.0)
         for measured in self._layers.values():
@@ -674,10 +674,10 @@ def squared_norms(grads: Mapping[Tensor, Tensor | None]) -> dict[Tensor, Tensor]
     return found
 
 
-def sum_of(squares: Mapping[Tensor, Tensor]) -> Tensor:
+def sum_of(squares: Iterable[Tensor]) -> Tensor:
     """Return the sum of numbers that may be on several devices."""
     total = torch.zeros((), dtype=torch.float64)
-    for square in squares.values():
+    for square in squares:
         total = total.to(square.device) + square
     return total
 

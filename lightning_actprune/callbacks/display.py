@@ -100,12 +100,13 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
             f"anyway): {text}."
         )
     if decision.choice is not None and decision.choice.bits:
-        bits, average, error = decision.choice
+        bits, average, error, others, finer = decision.choice
         counts = Counter("as it is" if each is None else f"{each} bits" for each in bits.values())
         text = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
         yield (
-            f"Activation pruning: {format_count(len(bits), 'layer')} got {average:.2g} bits on average, so that the "
-            f"predicted error of all their weight gradients is {error:.2g}: {text}."
+            f"Activation pruning: {format_count(len(bits), 'layer')} got {average:.2g} bits on average: {text}. The "
+            f"predicted error of the gradient is {error:.2g}; {others:.2g} is from other operators"
+            f"{', which got more bits' if finer else ''}."
         )
 
 

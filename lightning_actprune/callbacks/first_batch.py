@@ -78,6 +78,8 @@ class Decisions:
         Layers without a reason have kept nothing yet and are dense until they do."""
         self.bits: dict[str, int | None] | None = None
         """Bits by name of the layers of which errors were measured; ``None`` before that."""
+        self.finer = 0
+        """How many sizes of bits all other operators have more than the settings say (``Config.finer``)."""
         self.saved = SiteDecisions()
         """How tensors of other operations are kept, as first forwards decide."""
         self._decided: frozenset[str] = frozenset()
@@ -90,7 +92,7 @@ class Decisions:
 
     def forget(self) -> None:
         """Forget all decisions."""
-        self.spread, self.retained, self.bits = None, None, None
+        self.spread, self.retained, self.bits, self.finer = None, None, None, 0
         self._decided, self._trial_model = frozenset(), None
 
     @property
@@ -122,8 +124,13 @@ class Decisions:
         self._decided |= set(self.layers).difference(undecided)
 
     def add_bits(self, choice: BitsChoice) -> None:
-        """Record the bits of layers."""
+        """Record the bits of layers, and of other operators."""
         self.bits = (self.bits or {}) | choice.bits
+        self.finer += choice.finer
+
+    def bits_state(self) -> dict[str, Any]:
+        """Return the chosen bits for a checkpoint."""
+        return {"bits": self.bits, "finer": self.finer}
 
     def add_trial_of(self, model: nn.Module) -> None:
         """Let decisions hold for the next training of ``model``: in this fit or, after ``Tuner``, in another."""
@@ -283,10 +290,12 @@ class FirstBatchProbe:
             self._retention = RetentionProbe(model, batch)
             self._retention.__enter__()
 
-    def backward_starts(self) -> None:
+    def backward_starts(self, loss: Tensor) -> None:
         """Look for references in Python while the graph still keeps what it needs, and nothing else does."""
         if self._retention is not None:
             self._retention.check_alive()
+        if self._bits is not None:
+            self._bits.backward_starts(loss)
 
     def backward_ends(self) -> None:
         """Take note of the gradients of this batch."""
@@ -450,7 +459,7 @@ class TrialProbe(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._probe.backward_starts()
+        self._probe.backward_starts(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

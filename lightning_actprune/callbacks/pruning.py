@@ -313,7 +313,7 @@ class ActivationPruning(TrainerCallback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._probe.backward_starts()
+        self._probe.backward_starts(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -363,7 +363,7 @@ class ActivationPruning(TrainerCallback):
             "retained": self._decisions.retained,
             "saved": self._decisions.saved.state_dict(),
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
-            **({} if self.max_error is None else {"max_error": self.max_error, "bits": self._decisions.bits}),
+            **({} if self.max_error is None else {"max_error": self.max_error, **self._decisions.bits_state()}),
         }
 
     # So Lightning takes it for the method of `Callback`, and `setup` refuses instances with the same patterns:
@@ -408,15 +408,18 @@ class ActivationPruning(TrainerCallback):
             revert(pl_module, self._owner)
             self._report = ConversionReport()
         else:
-            self._report = run_check(convert_layers, pl_module, config, self._owner)
+            self._report = run_check(convert_layers, pl_module, config.finer(self._decisions.finer), self._owner)
         self._decisions.apply(pl_module, self._report)
         compression = find_hooks(pl_module, self._owner)
         self._decisions.saved = SiteDecisions() if compression is None else compression.decisions
         self._find_layers(pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Decision | None:
+        finer = self._decisions.finer
         decision = self._probe.batch_ends(trainer, pl_module, self._report)
-        if decision is not None:
+        if self._decisions.finer != finer:
+            self._convert(pl_module)
+        elif decision is not None:
             self._find_layers(pl_module)
         return decision
 
@@ -484,7 +487,7 @@ class ActivationPruning(TrainerCallback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Restore the decisions of the checkpoint; warn if it was saved with other settings."""
         then, self._restored = self._restored or {}, None
-        results = "spread", "retained", "bits", "saved", "memory_budget"
+        results = "spread", "retained", "bits", "finer", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in results}
         by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
@@ -496,6 +499,9 @@ class ActivationPruning(TrainerCallback):
         decided = then.get("spread") is not None
         if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
+            self._convert(pl_module)
+        if then.get("finer", 0) != self._decisions.finer:
+            self._decisions.finer = then["finer"]
             self._convert(pl_module)
         if not self._decisions.saved.load_state_dict(then.get("saved", SiteDecisions().state_dict())):
             rank_zero_warn(

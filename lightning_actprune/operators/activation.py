@@ -431,14 +431,17 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
         return torch.where(q == 1, wide * high, lower).to(dtype)
     # Exact in fp64, so product and sum are rounded once, like the fused multiply-add of a kernel.
     z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
-    derivative = (z * stored.start_and_step()[1] + stored.shift()).float()
+    step = stored.start_and_step()[1]
+    derivative = (z * step + stored.shift()).float()
+    if formats.has_other_errors():
+        derivative += step * (dither(rows * ROW, stored.bits, grad.device, formats.OTHER)[:count] - 0.5)
     lost = codes[rows * sum(planes) :, None].expand(-1, RUN).reshape(-1)[:count] != 0
     return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
 
 
-def dither(count: int, bits: int, device: torch.device) -> Tensor:
+def dither(count: int, bits: int, device: torch.device, seed: int = 0) -> Tensor:
     """Return the fp32 numbers ``u [count]`` for codes of ``bits`` bits; ``count`` is a multiple of ``ROW``."""
-    numbers, places = torch.arange(count // ROW, device=device) * formats.SIGNED_PLACE, DITHER_BITS - bits
+    numbers, places = torch.arange(count // ROW, device=device) * formats.SIGNED_PLACE ^ seed, DITHER_BITS - bits
     return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
 
 

@@ -15,11 +15,11 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_actprune import ActivationPruning, Keep, convert
+from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe
 from lightning_actprune.callbacks.pruning import _check_gradients
 from lightning_actprune.config import Config
-from lightning_actprune.convert import convert_layers
+from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.attention import watchers
 from tests.support.helpers import assert_plain, fit
 from tests.support.stack import Stack, batches
@@ -36,38 +36,49 @@ def bits_of_preset() -> dict[str, int | None]:
     return bits_of(pruning)
 
 
-def error_with(model: nn.Module, bits: dict[str, int | None]) -> float:
-    """Return the error of the gradient of the first batch relative to its norm, with other operators dense."""
+def error_with(model: nn.Module, pruning: ActivationPruning) -> float:
+    """Return the error of the gradient of the first batch relative to its norm, kept as the fit does after it."""
     x, exact = next(iter(batches())), copy.deepcopy(model)
     stored = copy.deepcopy(model)
-    rules = {name: None if n is None else Keep(n, min_rows_for_low_bits=0) for name, n in bits.items()}
-    convert(stored, rules=rules | {"*": None})
+    rules = {name: n and Keep(n, min_rows_for_low_bits=0) for name, n in bits_of(pruning).items()}
+    convert_layers(stored, Config("max", rules=rules).finer(pruning.state_dict()["finer"]), new_owner("test"))
     for each in (exact, stored):
         each.loss(x).backward()
     pairs = [(a.grad, b.grad) for a, b in zip(stored.parameters(), exact.parameters(), strict=True)]
     return float((sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt())
 
 
-@pytest.mark.parametrize("bound", [0.3, 0.1, 0.02])
-def test_a_fit_errs_as_much_as_it_may(bound):
+@pytest.mark.parametrize(("bound", "finer"), [(0.3, 0), (0.1, 0), (0.02, 1)])
+def test_a_fit_errs_as_much_as_it_may(bound, finer):
+    """What other operators bring included: they get more bits if it would be too much."""
     model = Stack()
     before, pruning = copy.deepcopy(model), ActivationPruning(max_error=bound)
     fit(model, pruning)
-    bits = bits_of(pruning)
-    assert 0.3 * bound < error_with(before, bits) < 1.1 * bound
+    assert 0.3 * bound < error_with(before, pruning) < 1.1 * bound
+    assert pruning.state_dict()["finer"] == finer
+    norms = {row.keep.bits for row in pruning.converted if row.operator == "norm"}
+    assert norms == {4 if finer == 0 else 8}
     assert_plain(model)
     assert not watchers
     fewer = ActivationPruning(max_error=bound / 4)
     fit(Stack(), fewer)
-    assert sum(n or 16 for n in bits_of(fewer).values()) > sum(n or 16 for n in bits.values())
+    assert sum(n or 16 for n in bits_of(fewer).values()) > sum(n or 16 for n in bits_of(pruning).values())
+
+
+def test_the_batch_that_is_measured_trains_as_others_do():
+    dense, measured = Stack(), Stack()
+    fit(dense, ActivationPruning("max"), max_steps=1)
+    fit(measured, ActivationPruning(max_error=0.02), max_steps=1)
+    assert all(map(torch.equal, measured.state_dict().values(), dense.state_dict().values()))
 
 
 def test_a_resumed_fit_has_the_same_bits_and_the_same_losses(tmp_path):
     """And does not measure again."""
     whole, first, resumed = Stack(), Stack(), Stack()
-    pruning, again, opened = ActivationPruning(max_error=0.1), ActivationPruning(max_error=0.1), []
+    pruning, again, opened = ActivationPruning(max_error=0.02), ActivationPruning(max_error=0.02), []
     fit(whole, pruning, max_epochs=2)
-    fit(first, ActivationPruning(max_error=0.1), max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    assert pruning.state_dict()["finer"]
+    fit(first, ActivationPruning(max_error=0.02), max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BitsProbe, "open", opened.append)
         fit(resumed, again, ckpt=tmp_path / "one.ckpt", max_epochs=2)
@@ -134,7 +145,9 @@ class Rank:
         self.probe = BitsProbe(model, "me", Config("max"))
         self.probe.open()
         tokens = torch.randint(8, (32,), generator=torch.Generator().manual_seed(seed))
-        model[: 3 if both else 2](tokens).square().mean().backward()
+        loss = model[: 3 if both else 2](tokens).square().mean()
+        self.probe.backward_starts(loss)
+        loss.backward()
         self.probe.backward_ends()
         self.probe.close()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
+from lightning_actprune.analysis.second_backward import SecondBackward
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.config import Keep
 from tests.support.cases import CASES, FUNCTIONS, Case, variants
@@ -78,6 +79,25 @@ def test_errors_are_unbiased(case: Case, device: torch.device):
             # 1/8 of it is expected of 64 independent errors.
             error = relative_error(often[name] / copied, right[name])
             assert error < relative_error(once[name], right[name]) / 2.5 + 1e-4, name
+
+
+@pytest.mark.cases(lambda case: case.exact != ("*",))
+def test_a_second_backward_errs_as_much_and_changes_nothing(case: Case, device: torch.device):
+    dense, ours = case.pair(Keep(bits=4), device)
+    x = torch.cat([case.input(device).detach()] * 16, case.batch).requires_grad_()
+    found, right = gradients(ours, x), gradients(dense, x)
+    y = run(ours, x)
+    loss = (y * grad_of(y)).sum()
+    second = SecondBackward(loss)
+    loss.backward()
+    second.close()
+    leaves, predicted, actual = {"input": x, **dict(ours.named_parameters())}, 0.0, 0.0
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, found[name])
+        predicted += second.squares[leaf] / right[name].square().sum()
+        actual += relative_error(found[name], right[name]) ** 2
+    # Few values are random in a channel's sums.
+    assert 0.6 < (predicted / actual) ** 0.5 < 1.6
 
 
 def test_autocast(case: Case, device: torch.device):

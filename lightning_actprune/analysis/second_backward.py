@@ -1,0 +1,194 @@
+"""Run backward a second time beside the first one, with other errors, to know how large the error of gradients is.
+
+What is stored in few bits errs, by a size that is known. An operation's backward reads it and passes its error on to
+all gradients before it. Formulas for that would be many, and none would know what is passed on. Here each operation
+therefore runs twice: for the gradient of the training, and for a second one, for which stored values are read with one
+more error, as large as their own and independent of it (``codec.formats.other_errors``)::
+
+    d = backward'(g + d) - backward(g)
+
+``d [as g]`` is the difference of both gradients; it starts at zero, and is summed where gradients are. To first order,
+the difference that reaches a parameter is a sample of the error that its gradient has itself, with all that later
+operations pass on. A parameter has many values, so its squared norm is close to the mean. No dense pass is needed, no
+second forward, and no graph is kept for longer: an operation runs again as soon as it has run.
+
+The second run uses plain torch in place of kernels. An operation that may not run twice passes on a random difference
+that is as large relative to its gradient as that of its output: functions written in Python may have side effects, such
+as the recomputation of a checkpoint. Blocks that are dropped are missing from both gradients, so they do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.codec.formats import other_errors
+
+_MAY_RUN_TWICE = "lightning_actprune.", "torch.nn.modules."
+"""Prefixes of the modules whose functions have a backward without side effects."""
+_CASTS = 4
+"""Casts and views between a parameter and the operation that reads it, at most."""
+
+Grads = Sequence[Tensor | None]
+
+
+class SecondBackward:
+    """Measures errors of gradients in the backward of a loss, which computes what it would without it.
+
+    Args:
+        loss: A number with a history, whose ``backward()`` comes next.
+        exact: Parameters whose operations read stored values without another error.
+
+    Attributes:
+        squares: The squared norm of the difference by parameter, fp64, of all that came so far.
+    """
+
+    def __init__(self, loss: Tensor, exact: Container[Tensor] = ()) -> None:
+        self.squares: dict[Tensor, Tensor] = {}
+        self._exact = exact
+        self._differences: dict[tuple[Node, int], Tensor] = {}
+        # Python's object for a node of C++ is the same as long as somebody holds it.
+        self._handles: list[tuple[Node, RemovableHandle]] = []
+        for node in _nodes_behind(loss):
+            parameter = getattr(node, "variable", None)
+            hook = self._run_again(node) if parameter is None else self._arrive(node, parameter)
+            self._handles.append((node, node.register_hook(hook)))
+
+    def close(self) -> None:
+        """Remove the hooks. Closing twice does nothing."""
+        for _, handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._differences.clear()
+
+    def _take(self, node: Node, grads: Grads) -> list[Tensor | None]:
+        """Return the differences that have arrived at the outputs of a node."""
+        return [self._differences.pop((node, place), None) for place in range(len(grads))]
+
+    def _arrive(self, node: Node, parameter: Tensor) -> Callable[[Grads, Grads], None]:
+        @torch.no_grad()
+        def hook(_: Grads, grads: Grads) -> None:
+            (difference,) = self._take(node, grads)
+            if difference is not None:
+                values = difference.coalesce().values() if difference.is_sparse else difference
+                square = torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
+                before = self.squares.get(parameter)
+                self.squares[parameter] = square if before is None else before + square
+
+        return hook
+
+    def _run_again(self, node: Node) -> Callable[[Grads, Grads], None]:
+        again, is_exact = _runner(node), any(parameter in self._exact for parameter in _parameters_of(node))
+
+        @torch.no_grad()
+        def hook(results: Grads, grads: Grads) -> None:
+            differences = self._take(node, grads)
+            second = None
+            if again is not None:
+                second = _run(again, [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)], is_exact)
+            second = second if second is None else _aligned(second, results)
+            found = _random(results, grads, differences) if second is None else _subtract(second, results)
+            for (before, place), difference in zip(node.next_functions, found, strict=True):
+                if difference is not None and before is not None:
+                    there = self._differences.get((before, place))
+                    self._differences[before, place] = difference if there is None else there + difference
+
+        return hook
+
+
+def _nodes_behind(loss: Tensor) -> Iterator[Node]:
+    """Yield every node of the graph of a loss."""
+    waiting = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        behind = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= behind
+        waiting += behind
+
+
+def _parameters_of(node: Node) -> Iterator[Tensor]:
+    """Yield the parameters that an operation reads, as they are or cast."""
+    for before, _ in node.next_functions:
+        for _ in range(_CASTS):
+            parameter = getattr(before, "variable", None)
+            if before is None or parameter is not None:
+                break
+            before = before.next_functions[0][0] if len(before.next_functions) == 1 else None
+        else:
+            parameter = None
+        if parameter is not None:
+            yield parameter
+
+
+def _runner(node: Any) -> Callable[..., Any] | None:
+    """Return what runs an operation's backward, ``None`` if that may have side effects."""
+    if not isinstance(node, BackwardCFunction):
+        return node if callable(node) else None
+    function = getattr(node, "_forward_cls", None)
+    return node.apply if function is not None and function.__module__.startswith(_MAY_RUN_TWICE) else None
+
+
+def _run(again: Callable[..., Any], grads: list[Tensor | None], is_exact: bool) -> Grads | None:
+    """Return the results of an operation's backward for other gradients, ``None`` if it does not run twice."""
+    with ExitStack() as stack:
+        if not is_exact:
+            stack.enter_context(force_backend("reference"))
+            stack.enter_context(other_errors())
+        try:
+            results = again(*grads)
+        except RuntimeError:  # what it needs is gone, or there is no memory for it
+            return None
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _sum(grad: Tensor | None, difference: Tensor | None) -> Tensor | None:
+    return grad if difference is None or grad is None else grad + difference
+
+
+def _aligned(second: Grads, first: Grads) -> Grads | None:
+    """Return results in the places of the first ones; functions in Python add ``None`` for what is no tensor."""
+    if len(second) == len(first):
+        return second
+    there = [x for x in second if x is not None]
+    if len(there) != sum(x is not None for x in first):
+        return None
+    return [None if x is None else there.pop(0) for x in first]
+
+
+def _subtract(second: Grads, first: Grads) -> list[Tensor | None]:
+    """Return the differences of two results; the engine has reduced the first one to the size of the input."""
+    found: list[Tensor | None] = []
+    for b, a in zip(second, first, strict=True):
+        if a is None or b is None:
+            found.append(None)
+            continue
+        b = b if b.shape == a.shape else b.sum_to_size(a.shape)
+        found.append(b.to(a.dtype) - a)
+    return found
+
+
+def _random(results: Grads, grads: Grads, differences: Grads) -> list[Tensor | None]:
+    """Return results with random signs, as large relative to them as differences are to gradients."""
+    known = [(grad, d) for grad, d in zip(grads, differences, strict=True) if grad is not None and d is not None]
+    if not known:
+        return [None] * len(results)
+    norms = torch.stack([torch.stack([torch.linalg.vector_norm(x.float()) for x in pair]) for pair in known])
+    whole, part = torch.linalg.vector_norm(norms, dim=0)
+    share = torch.where(whole > 0, part / whole, 0.0)
+    return [None if x is None else x * (_signs(x) * share).to(x.dtype) for x in results]
+
+
+def _signs(x: Tensor) -> Tensor:
+    """Return random numbers of 1 and -1, of a generator of their own."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randint(0, 2, x.shape, generator=generator, device=x.device) * 2.0 - 1
