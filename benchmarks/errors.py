@@ -1,19 +1,23 @@
-"""The error of weight gradients from few bits: predicted and actual, with equal bits and with bits by their error.
+"""The error of the gradient from few bits, predicted and actual, and the bytes that are kept.
 
     python benchmarks/errors.py --quick
     python benchmarks/errors.py
 
-Each model is small and runs on a CPU, at the start and after some steps of training on one batch. Settings are two,
-three and four bits for all linear layers and convolutions, and the fewest within a bound (``measure_sensitivity``).
-``actual`` is the error of the weight gradients of these layers with all other operators dense, and ``whole`` that of
-the whole gradient with the other operators as ``"max"`` keeps them, both relative to the norm of the whole gradient.
+Each model is small and runs on a CPU, at the start and after some steps of training on one batch. Settings are:
+
+- two, three and four bits for all linear layers and convolutions, with all other operators dense, as
+  ``measure_sensitivity`` predicts their error;
+- presets, and the bits that ``ActivationPruning(max_error=...)`` would choose, as a second backward and the layers'
+  own formula predict their error in one step.
+
+Errors are relative to the norm of the whole gradient, bytes to those that the dense model keeps.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Record, RecordFile, environment, parser_for, show
 from lightning_actprune import Keep, convert, measure_sensitivity, revert
-from lightning_actprune.analysis.sensitivity import LayerSensitivity, SensitivityReport
+from lightning_actprune.analysis.measured_bits import BitsProbe
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.config import Config
+from lightning_actprune.convert import convert_layers, new_owner
 
 KEYS = "model", "steps", "setting"
-FIGURES = "predicted", "actual", "whole"
+FIGURES = "bits", "predicted", "actual", "kept"
 STEPS = 0, 20
-EQUAL, BOUNDS = (2, 3, 4), (0.2, 0.1)
+EQUAL, PRESETS, BOUNDS = (2, 3, 4), ("max", "balanced"), (0.2, 0.1)
 LLM = {"vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 GROUPED = {**LLM, "num_key_value_heads": 2}
 EXPERTS = {**GROUPED, "intermediate_size": 512, "num_local_experts": 4}
@@ -39,7 +47,10 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id
 BERT = {**LLM, **TOKENS, "intermediate_size": 384}
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {**DROPOUT, "vocab_size": 1000, "n_embd": 256, "n_layer": 4, "n_head": 4}
-MAMBA = {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 3}
+MAMBA = {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 2}
+T5 = {"vocab_size": 1000, "d_model": 256, "d_ff": 768, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+OPT = {**LLM, "ffn_dim": 768, "word_embed_proj_dim": 256}
+GEMMA = {**GROUPED, "intermediate_size": 768, "head_dim": 64}
 
 
 def _timm(name: str, **sizes: Any) -> nn.Module:
@@ -60,22 +71,33 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "ModernBERT": (partial(_transformers, "ModernBertForMaskedLM", "ModernBertConfig", **BERT), None),
     "Mixtral": (partial(_transformers, "MixtralForCausalLM", "MixtralConfig", **EXPERTS), None),
     "Mamba": (partial(_transformers, "MambaForCausalLM", "MambaConfig", **MAMBA), None),
+    "Llama": (partial(_transformers, "LlamaForCausalLM", "LlamaConfig", intermediate_size=768, **GROUPED), None),
+    "Gemma 2": (partial(_transformers, "Gemma2ForCausalLM", "Gemma2Config", **GEMMA), None),
+    "GPT-NeoX": (partial(_transformers, "GPTNeoXForCausalLM", "GPTNeoXConfig", intermediate_size=768, **LLM), None),
+    "OPT": (partial(_transformers, "OPTForCausalLM", "OPTConfig", **OPT), None),
+    "BERT": (partial(_transformers, "BertForMaskedLM", "BertConfig", **{**LLM, "intermediate_size": 768}), None),
+    "T5": (partial(_transformers, "T5ForConditionalGeneration", "T5Config", **T5), None),
     "ViT": (partial(_timm, "vit_tiny_patch16_224", depth=6), 224),
     "ConvNeXt": (partial(_timm, "convnext_atto"), 96),
     "ResNet-18": (partial(_timm, "resnet18"), 96),
+    "Swin": (partial(_timm, "swin_tiny_patch4_window7_224", depths=(2, 2, 2, 2), embed_dim=48), 224),
+    "MLP-Mixer": (partial(_timm, "mixer_s32_224"), 224),
+    "EfficientNet": (partial(_timm, "efficientnet_b0"), 96),
+    "MobileNetV3": (partial(_timm, "mobilenetv3_small_075"), 96),
+    "RegNet": (partial(_timm, "regnetx_002"), 96),
 }
 """How a model is built, and the pixels of its images; ``None`` for one that reads tokens."""
 
 
 class Study:
-    """A model after some steps, its exact gradient, and the predicted errors of all settings."""
+    """A model after some steps, and its exact gradient."""
 
     def __init__(self, name: str, steps: int) -> None:
         torch.manual_seed(0)
         build, pixels = MODELS[name]
         self.model = build().train()
         if pixels is None:
-            tokens = torch.randint(3, 1000, (16, 128))
+            tokens = torch.randint(3, 1000, (16, 64))
             self.loss: Callable[[Any], Tensor] = lambda _: self.model(input_ids=tokens, labels=tokens).loss
         else:
             images, labels = torch.randn(16, 3, pixels, pixels), torch.randint(10, (16,))
@@ -85,35 +107,69 @@ class Study:
             optimizer.zero_grad()
             self.loss(None).backward()
             optimizer.step()
+        self._exact = self._gradients(self._forward())
+
+    def of_equal_bits(self, bits: int) -> Record:
+        """Return the figures of the weight gradients if all linear layers and convolutions keep ``bits`` bits."""
         names = ["type:linear", "type:convolution"]
-        self.found: SensitivityReport = measure_sensitivity(self.model, self.loss, [None], names=names)
-        self._exact = self._gradients()
-
-    def record(self, rows: Sequence[LayerSensitivity]) -> Record:
-        """Return the figures of one setting for each layer."""
-        values = {row.fqn: row.nbytes for row in self.found.rows if row.bits == 8}
-        bits = sum((row.bits or 32) * values[row.fqn] for row in rows) / sum(values.values())
-        keeps = {row.fqn: None if row.bits is None else Keep(row.bits, min_rows_for_low_bits=0) for row in rows}
+        rows = measure_sensitivity(self.model, self.loss, [None], bits=(bits,), names=names).rows
+        rules: dict[str, Keep | None] = {row.fqn: Keep(bits, min_rows_for_low_bits=0) for row in rows if row.bits}
+        convert(self.model, rules={**rules, "*": None})
         predicted = math.sqrt(math.fsum(row.share**2 for row in rows))
-        actual, whole = self._error(None, {**keeps, "*": None}), self._error("max", keeps)
-        return {
-            "bits": round(bits, 3),
-            **{k: round(v, 4) for k, v in zip(FIGURES, (predicted, actual, whole), strict=True)},
-        }
+        return _figures(bits, predicted, self._compare()[0], None)
 
-    def _error(self, preset: Any, rules: Mapping[str, Keep | None]) -> float:
-        convert(self.model, preset, rules=rules)
-        ours = self._gradients()
+    def of_preset(self, preset: Any) -> Record:
+        """Return the figures of the whole gradient with a preset."""
+        convert(self.model, preset)
+        loss = self._forward()
+        second = SecondBackward(loss)
+        loss.backward()
+        second.close()
+        error = sum(second.squares[p] for p in self.model.parameters() if p in second.squares)
+        predicted = math.sqrt(error / sum(exact.square().sum() for exact in self._exact.values()))
+        return _figures(None, predicted, *self._compare())
+
+    def of_bound(self, bound: float) -> Record:
+        """Return the figures of the whole gradient with the bits that a bound leads to."""
+        config, owner = Config("max"), new_owner("bound")
+        convert_layers(self.model, config, owner)
+        probe = BitsProbe(self.model, owner, config)
+        probe.open()
+        loss = self._forward()
+        probe.backward_starts(loss)
+        loss.backward()
+        probe.backward_ends()
+        probe.close()
+        choice = probe.choose(bound, lambda numbers: numbers, mean_over=1)
         revert(self.model)
-        error = sum((ours[name] - exact).square().sum() for name, exact in self._exact.items())
-        return math.sqrt(error / sum(exact.square().sum() for exact in self._exact.values()))
+        assert choice is not None
+        rules = {name: bits and Keep(bits, min_rows_for_low_bits=0) for name, bits in choice.bits.items()}
+        convert_layers(self.model, Config("max", rules=rules).finer(choice.finer), owner)
+        return {**_figures(choice.average, choice.error, *self._compare()), "finer": choice.finer}
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _forward(self) -> Tensor:
         self.model.zero_grad()
         torch.manual_seed(1)
-        self.loss(None).backward()
+        return self.loss(None)
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        loss.backward()
         named = self.model.named_parameters()
         return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+    def _compare(self) -> tuple[float, float]:
+        """Return the error of the converted model's gradient, and what part of the bytes it keeps; revert it."""
+        with SavedTensorMeter(self.model) as meter:
+            loss = self._forward()
+        report, ours = meter.report(), self._gradients(loss)
+        revert(self.model)
+        error = sum((ours[name] - exact).square().sum() for name, exact in self._exact.items())
+        whole = sum(exact.square().sum() for exact in self._exact.values())
+        return math.sqrt(error / whole), report.stored_bytes / report.dense_bytes
+
+
+def _figures(*figures: float | None) -> Record:
+    return dict(zip(FIGURES, (figure and round(figure, 4) for figure in figures), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,15 +182,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in models:
         for count in steps:
             head = {"model": name, "steps": count}
-            settings = {f"{bits} bits": bits for bits in EQUAL} | {f"error of {bound}": bound for bound in BOUNDS}
+            settings: dict[str, Callable[[Study], Record]] = {
+                **{f"{bits} bits": partial(Study.of_equal_bits, bits=bits) for bits in EQUAL},
+                **{preset: partial(Study.of_preset, preset=preset) for preset in PRESETS},
+                **{f"error of {bound}": partial(Study.of_bound, bound=bound) for bound in BOUNDS},
+            }
             if not any(records.lacks({**head, "setting": setting}) for setting in settings):
                 continue
             study = Study(name, count)
-            for setting, of in settings.items():
-                rows = [row for row in study.found.rows if row.bits == of]
-                rows = rows if isinstance(of, int) else list(study.found.allocate(of, min(1.0, 3 * of)).values())
-                records.add({**head, "setting": setting, **study.record(rows), **environment()})
-    show("Errors of weight gradients", list(records.records.values()), [*KEYS, "bits", *FIGURES])
+            for setting, measure in settings.items():
+                records.add({**head, "setting": setting, **measure(study), **environment()})
+    show("Errors of weight gradients", list(records.records.values()), [*KEYS, *FIGURES])
     return 0
 
 
