@@ -15,8 +15,8 @@ other operators get more bits: one size more divides their square by 4.6 at leas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,8 @@ _LEAST_GRADIENT = 0.01
 """Least share of the measured square of a gradient that is not taken for its own errors."""
 _FOR_OTHERS = 0.5
 """Share of the square of the bound that errors of other operators may take."""
+_SHARED = 0.5
+"""Share of the square of the expected error below which a layer reads what was stored in more bits."""
 _FINER = (7 / 15) ** 2
 """By how much one size more of bits lowers the square of an error, at least (``config.BITS``)."""
 
@@ -111,12 +113,14 @@ class BitsProbe:
         """Measure in the backward of a loss which errors come from other operators."""
         self._end_second()
         weights = {weight for layer in self._layers.values() for weight in layer.weights}
-        self._second = SecondBackward(loss, exact=weights)
+        self._second = SecondBackward(loss, apart=weights)
 
     def _end_second(self) -> None:
         if self._second is not None:
             self._second.close()
             self._others += [self._second.squares[p] for p in self._trained if p in self._second.squares]
+            for measured in self._layers.values():
+                measured.own += [self._second.own[weight] for weight in measured.weights if weight in self._second.own]
             self._second = None
 
     @torch.no_grad()
@@ -154,9 +158,9 @@ class BitsProbe:
             others, finer = others * _FINER, finer + 1
         left_for_layers = math.sqrt(max(bound - others, 0.0) / total)
         options = [
-            m.row(bits, error, square, total, nbytes)
-            for (m, (error, _, _, nbytes)), square in zip(found, exact, strict=True)
-            for bits in (*BITS, None)
+            m.row(bits, energy, square, total, nbytes)
+            for (m, (error, _, own, nbytes)), square in zip(found, exact, strict=True)
+            for bits, energy in m.energies(error, own, finer)
         ]
         report = SensitivityReport(options, [], 1, 0, "sample")
         chosen = report.allocate(left_for_layers, min(1.0, LAYER_SHARE * max_error))
@@ -172,11 +176,17 @@ LAYER_SHARE = 3.0
 """How much larger the error of a single layer may be than that of all layers together."""
 
 
+@dataclass(eq=False)
 class _ConvertedLayer(MeasuredLayer):
-    """A converted layer that is measured."""
+    """A converted layer that is measured.
 
-    ran_at = 0
-    """Bits in which the step itself keeps the input, 0 for an unchanged one."""
+    Args:
+        ran_at: Bits in which the step would keep the input alone.
+        own: Squares of the errors that the step itself brings into the gradients of the weights.
+    """
+
+    ran_at: int = 0
+    own: list[Tensor] = field(default_factory=list)
 
     def see_input(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
@@ -189,19 +199,37 @@ class _ConvertedLayer(MeasuredLayer):
         """Return squares of the error at eight bits, of the gradient and of the step's own error, and bytes, fp64."""
         square = sum_of(squares[weight] for weight in self.weights if weight in squares)
         error = square.new_zeros(()) if self.batch is None else self.batch.sum().to(square.device)
-        return torch.stack([error, square, error * _ratio(self.ran_at), square.new_full((), sum(self.nbytes))])
+        return torch.stack([error, square, sum_of(self.own).to(square), square.new_full((), sum(self.nbytes))])
 
-    def row(self, bits: int | None, error: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
+    def energies(self, error: float, own: float, finer: int) -> Iterator[tuple[int | None, float]]:
+        """Yield the square of the error at each number of bits.
+
+        If the layer reads what a norm in front of it keeps, it errs less than its own bits would let it. Fewer bits
+        than those of the norm change nothing then.
+
+        Args:
+            error: Square of the error at eight bits.
+            own: Square of the step's own error.
+            finer: See ``BitsChoice``.
+        """
+        shared = 0
+        if 0 < own < _SHARED * error * _ratio(self.ran_at):
+            nearest = min(BITS, key=lambda bits: abs(math.log(own / (error * _ratio(bits)))))
+            shared = BITS[min(BITS.index(nearest) + finer, len(BITS) - 1)]
+        for bits in (*BITS, None):
+            yield bits, error * _ratio(bits and max(bits, shared))
+
+    def row(self, bits: int | None, energy: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
         """Return the error and the bytes of this layer in ``bits`` bits.
 
         Args:
             bits: The bits; ``None`` keeps the values unchanged, in 16 bits.
-            error: Square of the error at eight bits.
+            energy: Square of the error.
             own: Square of the layer's gradient.
             total: Square of the whole gradient.
             nbytes: Bytes at eight bits.
         """
-        block, energy = self.settings[0].block_size, error * _ratio(bits)
+        block = self.settings[0].block_size
         size = 2 * block if bits is None else row_bytes(block, bits, 0)
         size = round(nbytes * size / row_bytes(block, 8, 0))
         return LayerSensitivity(

@@ -45,16 +45,18 @@ class SecondBackward:
 
     Args:
         loss: A number with a history, whose ``backward()`` comes next.
-        exact: Parameters whose operations read stored values without another error.
+        apart: Parameters whose operations' own errors are measured apart, and are not in the second gradient.
 
     Attributes:
         squares: The squared norm of the difference by parameter, fp64, of all that came so far.
+        own: The squared norm of the error that the operation reading it brings itself, by parameter of ``apart``.
     """
 
-    def __init__(self, loss: Tensor, exact: Container[Tensor] = ()) -> None:
+    def __init__(self, loss: Tensor, apart: Container[Tensor] = ()) -> None:
         self.squares: dict[Tensor, Tensor] = {}
-        self._exact = exact
-        self._differences: dict[tuple[Node, int], Tensor] = {}
+        self.own: dict[Tensor, Tensor] = {}
+        self._apart = apart
+        self._differences: dict[tuple[Node | None, int], Tensor] = {}
         # Python's object for a node of C++ is the same as long as somebody holds it.
         self._handles: list[tuple[Node, RemovableHandle]] = []
         for node in _nodes_behind(loss):
@@ -78,30 +80,40 @@ class SecondBackward:
         def hook(_: Grads, grads: Grads) -> None:
             (difference,) = self._take(node, grads)
             if difference is not None:
-                values = difference.coalesce().values() if difference.is_sparse else difference
-                square = torch.linalg.vector_norm(values, dtype=torch.float32).double().square()
-                before = self.squares.get(parameter)
-                self.squares[parameter] = square if before is None else before + square
+                _add(self.squares, parameter, _square(difference))
 
         return hook
 
     def _run_again(self, node: Node) -> Callable[[Grads, Grads], None]:
-        again, is_exact = _runner(node), any(parameter in self._exact for parameter in _parameters_of(node))
+        again = _runner(node)
+        apart = {place: parameter for place, parameter in _parameters_of(node) if parameter in self._apart}
 
         @torch.no_grad()
         def hook(results: Grads, grads: Grads) -> None:
             differences = self._take(node, grads)
-            second = None
-            if again is not None:
-                second = _run(again, [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)], is_exact)
-            second = second if second is None else _aligned(second, results)
-            found = _random(results, grads, differences) if second is None else _subtract(second, results)
-            for (before, place), difference in zip(node.next_functions, found, strict=True):
-                if difference is not None and before is not None:
-                    there = self._differences.get((before, place))
-                    self._differences[before, place] = difference if there is None else there + difference
+            second = [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)]
+            found = None if again is None else _differences(again, second, results, errs=not apart)
+            for place, difference in enumerate(_random(results, grads, differences) if found is None else found):
+                before = node.next_functions[place]
+                if difference is not None:
+                    _add(self._differences, before, difference)
+            own = _differences(again, grads, results, errs=True) if apart and again is not None else None
+            for place, difference in enumerate(own or ()):
+                if place in apart and difference is not None:
+                    _add(self.own, apart[place], _square(difference))
 
         return hook
+
+
+def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+    sums[key] = value if key not in sums else sums[key] + value
+
+
+def _square(difference: Tensor) -> Tensor:
+    """Return the squared norm, fp64."""
+    values = difference.coalesce().values() if difference.is_sparse else difference
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+    return norm.double().square()
 
 
 def _nodes_behind(loss: Tensor) -> Iterator[Node]:
@@ -116,18 +128,16 @@ def _nodes_behind(loss: Tensor) -> Iterator[Node]:
         waiting += behind
 
 
-def _parameters_of(node: Node) -> Iterator[Tensor]:
-    """Yield the parameters that an operation reads, as they are or cast."""
-    for before, _ in node.next_functions:
+def _parameters_of(node: Node) -> Iterator[tuple[int, Tensor]]:
+    """Yield the parameters that an operation reads, as they are or cast, and the places of their gradients."""
+    for place, (before, _) in enumerate(node.next_functions):
         for _ in range(_CASTS):
             parameter = getattr(before, "variable", None)
             if before is None or parameter is not None:
                 break
             before = before.next_functions[0][0] if len(before.next_functions) == 1 else None
-        else:
-            parameter = None
         if parameter is not None:
-            yield parameter
+            yield place, parameter
 
 
 def _runner(node: Any) -> Callable[..., Any] | None:
@@ -138,43 +148,38 @@ def _runner(node: Any) -> Callable[..., Any] | None:
     return node.apply if function is not None and function.__module__.startswith(_MAY_RUN_TWICE) else None
 
 
-def _run(again: Callable[..., Any], grads: list[Tensor | None], is_exact: bool) -> Grads | None:
-    """Return the results of an operation's backward for other gradients, ``None`` if it does not run twice."""
+def _differences(again: Callable[..., Any], grads: Grads, results: Grads, *, errs: bool) -> list[Tensor | None] | None:
+    """Return by how much an operation's results for ``grads`` differ; ``None`` if it does not run twice.
+
+    Args:
+        again: Runs it.
+        grads: Gradients of its outputs.
+        results: Its results in the training, which the engine has reduced to the sizes of inputs.
+        errs: Whether stored values are read with other errors.
+    """
     with ExitStack() as stack:
-        if not is_exact:
+        if errs:
             stack.enter_context(force_backend("reference"))
             stack.enter_context(other_errors())
         try:
-            results = again(*grads)
+            second = again(*grads)
         except RuntimeError:  # what it needs is gone, or there is no memory for it
             return None
-    return results if isinstance(results, tuple) else (results,)
+    second = second if isinstance(second, tuple) else (second,)
+    if len(second) != len(results):  # functions in Python also return None for what is no tensor
+        there = [x for x in second if x is not None]
+        if len(there) != sum(x is not None for x in results):
+            return None
+        second = [None if x is None else there.pop(0) for x in results]
+    return [None if a is None or b is None else _subtract(b, a) for a, b in zip(results, second, strict=True)]
+
+
+def _subtract(b: Tensor, a: Tensor) -> Tensor:
+    return (b if b.shape == a.shape else b.sum_to_size(a.shape)).to(a.dtype) - a
 
 
 def _sum(grad: Tensor | None, difference: Tensor | None) -> Tensor | None:
     return grad if difference is None or grad is None else grad + difference
-
-
-def _aligned(second: Grads, first: Grads) -> Grads | None:
-    """Return results in the places of the first ones; functions in Python add ``None`` for what is no tensor."""
-    if len(second) == len(first):
-        return second
-    there = [x for x in second if x is not None]
-    if len(there) != sum(x is not None for x in first):
-        return None
-    return [None if x is None else there.pop(0) for x in first]
-
-
-def _subtract(second: Grads, first: Grads) -> list[Tensor | None]:
-    """Return the differences of two results; the engine has reduced the first one to the size of the input."""
-    found: list[Tensor | None] = []
-    for b, a in zip(second, first, strict=True):
-        if a is None or b is None:
-            found.append(None)
-            continue
-        b = b if b.shape == a.shape else b.sum_to_size(a.shape)
-        found.append(b.to(a.dtype) - a)
-    return found
 
 
 def _random(results: Grads, grads: Grads, differences: Grads) -> list[Tensor | None]:
