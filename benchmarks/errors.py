@@ -122,12 +122,9 @@ class Study:
         """Return the figures of the whole gradient with a preset."""
         convert(self.model, preset)
         loss = self._forward()
-        second = SecondBackward(loss)
-        loss.backward()
-        second.close()
-        error = sum(second.squares[p] for p in self.model.parameters() if p in second.squares)
-        predicted = math.sqrt(error / sum(exact.square().sum() for exact in self._exact.values()))
-        return _figures(None, predicted, *self._compare())
+        with SecondBackward(loss) as second:
+            loss.backward()
+        return _figures(None, second.relative_error(self.model.parameters()), *self._compare())
 
     def of_bound(self, bound: float) -> Record:
         """Return the figures of the whole gradient with the bits that a bound leads to."""

@@ -492,20 +492,28 @@ def gradients() -> str:
 
 
 def errors() -> str:
-    """Predicted and actual errors of weight gradients, with equal bits and with bits by their error."""
-    records = select("errors")
-    rows = [
-        [
-            r["model"],
-            str(r["steps"]),
-            r["setting"],
-            f"{r['bits']:.2f}",
-            *(f"{r[n]:.3f}" for n in ("predicted", "actual", "whole")),
-        ]
-        for r in records
-    ]
-    header = "model", "steps", "setting", "bits", "predicted", "actual", "with all operators"
-    return sourced(header, rows, records, "errors")
+    """Predicted and actual errors of weight gradients, with equal bits."""
+    return _by_setting("bits", lambda r: f"{r['predicted']:.3f}, {r['actual']:.3f}")
+
+
+def bounds() -> str:
+    """Predicted and actual errors of the whole gradient, and the bytes kept, with presets and with bounds."""
+    return _by_setting(("max", "balanced", "0.2", "0.1"), _describe_bound)
+
+
+def _describe_bound(record: Record) -> str:
+    return f"{record['predicted']:.3f}, {record['actual']:.3f} ({100 * record['kept']:.0f} %)"
+
+
+def _by_setting(ends: str | tuple[str, ...], describe: Callable[[Record], str]) -> str:
+    """Return a table with a row for each model and number of steps, and a column for each setting."""
+    records = [r for r in select("errors") if r["setting"].endswith(ends)]
+    settings = list(dict.fromkeys(r["setting"] for r in records))
+    rows = []
+    for (model, steps), group in groups(records, "model", "steps").items():
+        cells = {r["setting"]: describe(r) for r in group}
+        rows.append([model, str(steps), *(cells[setting] for setting in settings)])
+    return sourced(("model", "steps", *settings), rows, records, "errors")
 
 
 # === The zoo, and the paper's accounting ==========================================================
@@ -628,6 +636,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "positions": positions,
     "savings": savings,
     "errors": errors,
+    "bounds": bounds,
 }
 """Tables by the name of their markers."""
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)

@@ -19,7 +19,8 @@ as the recomputation of a checkpoint. Blocks that are dropped are missing from b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.codec.formats import other_errors
@@ -43,6 +45,8 @@ Grads = Sequence[Tensor | None]
 class SecondBackward:
     """Measures errors of gradients in the backward of a loss, which computes what it would without it.
 
+    It is a context, or is closed after the backward. Modules must not be compiled: a graph is one operation.
+
     Args:
         loss: A number with a history, whose ``backward()`` comes next.
         apart: Parameters whose operations' own errors are measured apart, and are not in the second gradient.
@@ -50,6 +54,17 @@ class SecondBackward:
     Attributes:
         squares: The squared norm of the difference by parameter, fp64, of all that came so far.
         own: The squared norm of the error that the operation reading it brings itself, by parameter of ``apart``.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_actprune import convert
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> _ = convert(model, "balanced")
+        >>> loss = model(torch.randn(512, 64)).square().mean()
+        >>> with SecondBackward(loss) as second:
+        ...     loss.backward()
+        >>> 0 < second.relative_error(model.parameters()) < 0.2
+        True
     """
 
     def __init__(self, loss: Tensor, apart: Container[Tensor] = ()) -> None:
@@ -63,6 +78,19 @@ class SecondBackward:
             parameter = getattr(node, "variable", None)
             hook = self._run_again(node) if parameter is None else self._arrive(node, parameter)
             self._handles.append((node, node.register_hook(hook)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def relative_error(self, parameters: Iterable[Tensor]) -> float:
+        """Return the norm of the error of gradients over the norm of these gradients, which are there (``grad``)."""
+        found = [p for p in parameters if p.grad is not None]
+        error = sum(float(self.squares[p]) for p in found if p in self.squares)
+        whole = sum(float(_square(p.grad)) for p in found if p.grad is not None)
+        return math.sqrt(error / whole) if whole else 0.0
 
     def close(self) -> None:
         """Remove the hooks. Closing twice does nothing."""

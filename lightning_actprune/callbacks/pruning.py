@@ -101,11 +101,11 @@ class ActivationPruning(TrainerCallback):
             the dense model's peak, such as ``0.25``. It then keeps blocks in the fastest way that fits and, among
             these, in the most exact one (``callbacks.budget``); the first two steps use the fewest bytes. It excludes a
             ``preset``.
-        max_error: Bound on the error that few bits bring into the weight gradients of linear layers and convolutions,
-            relative to the norm of the whole gradient, in [0, 1], such as ``0.1``; the gradient of a single layer may
-            err by three times that. The first batch shows in how many bits each layer has to keep its input
-            (``analysis.measured_bits``); until then it has those of the preset, by default ``"max"``. Layers whose
-            bits a rule names keep these. Errors of other operators are not counted.
+        max_error: Bound on the error of the gradient of all parameters, relative to its norm, in [0, 1], such as
+            ``0.1``; the gradient of a single layer may err by three times that. The first batch shows in how many bits
+            each linear layer and convolution has to keep its input (``analysis.measured_bits``), and what other
+            operators add (``analysis.second_backward``); until then all have the bits of the preset, by default
+            ``"max"``. Layers whose bits a rule names keep these.
         total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
             every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
             optimizers.

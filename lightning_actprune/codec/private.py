@@ -573,6 +573,7 @@ OPTIONAL = (
     "_sequence_nr",  # of nodes, see above
     "_saved_exponent",  # of nodes: without these two, the tensors that powers and norms save are not packed
     "_saved_ord",
+    "_forward_cls",  # of nodes: without it, no function in Python runs its backward twice
     "_schema",  # of operations: needed to simulate a step
     "_check_input_dim",  # of batch norms: without it, they stay dense
     "_compiled_call_impl",  # of modules: without it, compiled modules get hooks that do nothing there

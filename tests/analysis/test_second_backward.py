@@ -1,0 +1,110 @@
+"""The error of a gradient that a second backward measures; ``tests/contract/test_values.py`` goes through operators."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune import Keep, Recompute, convert
+from lightning_actprune.analysis.second_backward import SecondBackward
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a user, which must not run twice in a backward."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, _: str, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        Doubled.runs += 1
+        return None, 2 * grad
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply("twice", x)
+
+
+class Checkpoint(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+class Block(nn.Sequential):
+    """Runs again from few bits."""
+
+
+INSIDE = {
+    "nothing": nn.Identity,
+    "a function": Custom,
+    "a checkpoint": lambda: Checkpoint(False),
+    "a reentrant checkpoint": lambda: Checkpoint(True),
+    "a block that runs again": lambda: Block(nn.Linear(64, 64), nn.Tanh()),
+    "an embedding": lambda: nn.Sequential(nn.Flatten(0), Looked()),
+}
+RULES = {"type:activation": Keep(bits=3), "type:linear": Keep(bits=3, min_rows_for_low_bits=0)}
+
+
+class Looked(nn.Module):
+    """Adds rows of a table, with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(0, (-1, 64))
+        return x + self.table(torch.arange(len(x)) % 64)
+
+
+def gradients(model: nn.Module, x: Tensor, measured: bool) -> tuple[list[Tensor], float]:
+    torch.manual_seed(2)
+    y = model(x)
+    loss = (y * torch.randn_like(y)).mean()
+    second = SecondBackward(loss)
+    if not measured:
+        second.close()
+    loss.backward()
+    second.close()
+    grads = [p.grad.to_dense() for p in model.parameters()]
+    return grads, second.relative_error(model.parameters())
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_training_is_the_same_and_errors_pass_through(inside):
+    """Also where an operation cannot run twice: its result then errs by as much as its gradient."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(64, 64), INSIDE[inside](), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    ours, again = copy.deepcopy(dense), copy.deepcopy(dense)
+    for model in (ours, again):
+        rules = {"1": Recompute(bits=8)} if isinstance(model[1], Block) else {}
+        rules |= {"1.layer.*": None} if isinstance(model[1], Checkpoint) else {}
+        convert(model, rules={**rules, **RULES, "*": None})
+    x = torch.randn(2048, 64)
+    right, _ = gradients(dense, x, measured=False)
+    found, _ = gradients(ours, x, measured=False)
+    Doubled.runs = 0
+    measured, predicted = gradients(again, x, measured=True)
+    assert Doubled.runs == (inside == "a function")
+    assert all(map(torch.equal, measured, found))
+    actual = sum((a - b).square().sum() for a, b in zip(found, right, strict=True)) / sum(b.square().sum() for b in right)
+    assert 0.75 < predicted / actual**0.5 < 1.33
+
+
+def test_nothing_is_measured_of_what_has_no_history():
+    with SecondBackward(torch.ones((), requires_grad=True)) as second:
+        pass
+    assert second.relative_error([]) == 0
