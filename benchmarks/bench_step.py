@@ -52,7 +52,7 @@ from lightning_actprune.replay.module import ReplayedModule
 
 EXACT, PRESETS = ("dense", "checkpoint", "offload", "rounded"), ("paper", "balanced", "max", "recompute")
 METHODS = ("dense", "checkpoint", "offload", "balanced", "max", "recompute", "budget:0.5")
-BUDGET, COMPILER = "budget:", "compiler:"
+BUDGET, COMPILER, ERROR = "budget:", "compiler:", "error:"
 EAGER, GRAPHS = "eager", "graphs"
 MODES = (EAGER, GRAPHS, "aot_eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ONE, STRATEGIES = "one GPU", ("ddp", "ddp, whole", "fsdp2")
@@ -98,7 +98,9 @@ def method_of(text: str) -> str:
     """Return a method of the command line, if it is one."""
     kind, _, value = text.partition(":")
     try:
-        if text in (*EXACT, *PRESETS) or (kind == "budget" and value) or (kind == "compiler" and float(value) <= 1):
+        if text in (*EXACT, *PRESETS) or (kind == "budget" and value):
+            return text
+        if kind in ("compiler", "error") and float(value) <= 1:
             return text
         if value and rules_of(text):
             return text
@@ -119,6 +121,8 @@ def callbacks_of(method: str, offload_file: Path | None = None, graphs: bool = F
         value = method.removeprefix(BUDGET)
         budget = float(value) if value.replace(".", "").isdigit() else value
         return [ActivationPruning(memory_budget=budget, cuda_graphs=graphs, verbose=0)]
+    if method.startswith(ERROR):
+        return [ActivationPruning(max_error=float(method.removeprefix(ERROR)), cuda_graphs=graphs, verbose=0)]
     if method in PRESETS:
         return [ActivationPruning(method, cuda_graphs=graphs, verbose=0)]
     return [ActivationPruning(rules=rules_of(method), cuda_graphs=graphs, verbose=0)]

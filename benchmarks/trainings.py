@@ -14,6 +14,7 @@ A setting is one of
 
     dense              keeps everything
     NAME[:SPARSITY]    a preset of the package on the whole model, such as `max` or `max:0.5`
+    error:BOUND        bits by the error of the first batch's gradient, such as `error:0.1`
     S:B[:BITS[:SELECTION[:ENERGY]]]
                        linear layers of the blocks alone (convolutions where blocks have these): sparsity, block size,
                        bits of a kept value (16: as it is), `largest`, `swap` or `unbiased`, share of the energy that
@@ -71,6 +72,7 @@ from examples.classifier import cosine_factor, parameter_groups
 from examples.models import LANGUAGE_MODELS, MODELS, build_model
 from lightning_actprune import Keep, config, convert, revert
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
+from lightning_actprune.analysis.measured_bits import choose_rules
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Rule
@@ -123,13 +125,14 @@ WARMUP_STEPS, WARMUP = 4, 0.05
 # === Settings =====================================================================================
 
 PRESET = re.compile(rf"({'|'.join(config.PRESETS)})(?::(0?\.\d+))?")
+ERROR = re.compile(r"error:(0?\.\d+)")
 PRUNED = re.compile(r"(0|0?\.\d+):(\d+)(?::(2|3|4|8|16))?(?::(largest|swap|unbiased))?(?::(0?\.\d+))?")
 
 
 def checked(setting: str) -> str:
     """Return `setting` if it is one; for argparse."""
     base, *rules = setting.split("+")
-    is_base = (base == "dense" and not rules) or PRESET.fullmatch(base) or PRUNED.fullmatch(base)
+    is_base = (base == "dense" and not rules) or any(known.fullmatch(base) for known in (PRESET, ERROR, PRUNED))
     if not is_base or not all(re.fullmatch(r"[^=]+=(2|3|4|8|16)", rule) for rule in rules):
         raise argparse.ArgumentTypeError(f"must be `dense`, a preset or `S:B:BITS`, see --help; got {setting!r}")
     return setting
@@ -150,8 +153,11 @@ def compress(model: nn.Module, setting: str, batch: Batch, precision: str) -> li
     if base == "dense":
         return []
     rules: dict[str, Rule] = {pattern: keep_of(bits) for pattern, bits in (text.split("=") for text in texts)}
-    preset = PRESET.fullmatch(base)
-    if preset:
+    preset, error = PRESET.fullmatch(base), ERROR.fullmatch(base)
+    if error:
+        rules |= choose_rules(model, lambda: training_loss(model, batch, precision), float(error[1]))
+        report = convert(model, "max", rules=rules)
+    elif preset:
         if preset[1] == "recompute":
             # A capture forbids to ask for the state of random generators, and no model here draws from them.
             recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
@@ -215,7 +221,7 @@ def bits_per_value(rows: Sequence[LayerFootprint] | MemoryReport, precision: str
 def stored_bits(model: nn.Module, setting: str, batch: Batch, precision: str) -> float:
     """Return the bits per value of the whole model with a preset, else those of the blocks' layers that are pruned."""
     report = footprint(model, batch, precision)
-    if PRESET.match(setting):
+    if PRESET.match(setting) or ERROR.match(setting):
         return bits_per_value(report, precision)
     return bits_per_value([row for row in report.rows if row.fqn.startswith("blocks.")], precision)
 

@@ -399,13 +399,18 @@ class Config:
 
     def finer(self, sizes: int) -> Config:
         """Return the same with more bits for what is no input of a layer with a weight: by ``sizes`` of ``BITS``."""
-        finer, base = copy(self), dict(self._base)
-        for operator, keep in base.items() if sizes else ():
-            if keep.bits is not None and not drops_blocks([operator]):
-                bits = BITS[min(BITS.index(keep.bits) + sizes, len(BITS) - 1)]
-                base[operator] = replace(keep, bits=bits)
-        object.__setattr__(finer, "_base", base)
+        finer = copy(self)
+        more = {pattern.removeprefix(TYPE): keep for pattern, keep in self.finer_rules(sizes).items()}
+        object.__setattr__(finer, "_base", {**self._base, **more})
         return finer
+
+    def finer_rules(self, sizes: int) -> dict[str, Keep | None]:
+        """Return the settings that ``finer`` changes, as rules; the one of all saved tensors is the last."""
+        found: dict[str, Keep | None] = {}
+        for operator, keep in sorted(self._base.items(), key=lambda pair: pair[0] == "saved") if sizes else ():
+            if keep.bits is not None and not drops_blocks([operator]):
+                found[TYPE + operator] = replace(keep, bits=BITS[min(BITS.index(keep.bits) + sizes, len(BITS) - 1)])
+        return found
 
     def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:
         """Return the pattern of the rule that applies to a layer with these names, ``None`` if no rule does.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from glob import escape as escape_glob
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,12 @@ from lightning_actprune.analysis.sensitivity import (
     Setting,
     squared_norms,
     sum_of,
+    unchanged,
     weights_in,
 )
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.config import BITS, Config
-from lightning_actprune.convert import is_converted, revert_layers
+from lightning_actprune.config import BITS, Config, Keep, PresetName, check_model, check_share
+from lightning_actprune.convert import convert_layers, is_converted, new_owner, revert, revert_layers
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.report import ConversionReport
@@ -240,6 +242,61 @@ class _ConvertedLayer(MeasuredLayer):
 def _ratio(bits: int | None) -> float:
     """Return how many times larger the squared error is in ``bits`` bits than in eight."""
     return (255 / (2**bits - 1)) ** 2 if bits else 0.0
+
+
+def choose_rules(
+    model: nn.Module, loss: Callable[[], Tensor], max_error: float, preset: PresetName = "max", *, seed: int = 0
+) -> dict[str, Keep | None]:
+    """Return rules for ``convert(model, preset, rules=rules)`` by which the gradient errs by ``max_error`` at most.
+
+    One forward and one backward with the preset show which bits that takes. They leave no trace: parameters, gradients,
+    buffers, modes and torch's random numbers are as before.
+
+    Args:
+        model: Any module that is not converted or compiled.
+        loss: Returns the loss of a batch, computed by ``model``, under autocast if training is.
+        max_error: Bound on the norm of the error over the norm of the gradient of all parameters, in [0, 1].
+        preset: The preset; one that quantizes.
+        seed: Of torch's random numbers during the measurement.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, no layer is converted, or the gradient is zero or not finite.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        >>> x = torch.randn(2048, 64)
+        >>> sorted(choose_rules(model, lambda: model(x).square().mean(), 0.1))
+        ['0', '2']
+    """
+    config, owner = Config(preset), new_owner("choose_rules()")
+    check_share(max_error, "max_error")
+    grads = [(parameter, parameter.grad) for parameter in check_model(model).parameters()]
+    convert_layers(model, config, owner)
+    probe = BitsProbe(model, owner, config)
+    try:
+        for parameter, _ in grads:
+            parameter.grad = None
+        with unchanged(model, seed):
+            probe.open()
+            value = loss()
+            probe.backward_starts(value)
+            value.backward()  # type: ignore[no-untyped-call]
+            probe.backward_ends()
+        choice = probe.choose(max_error, lambda numbers: numbers, mean_over=1)
+    finally:
+        probe.close()
+        revert(model, owner)
+        for parameter, grad in grads:
+            parameter.grad = grad
+    if choice is None:
+        raise ValueError(
+            "The gradient of `loss` is zero or not finite, so it has no relative error. HINT: lower the loss scale."
+        )
+    return config.finer_rules(choice.finer) | {
+        escape_glob(name): None if bits is None else Keep(bits, min_rows_for_low_bits=0)
+        for name, bits in choice.bits.items()
+    }
 
 
 def set_bits(model: nn.Module, report: ConversionReport, bits: Mapping[str, int | None]) -> None:

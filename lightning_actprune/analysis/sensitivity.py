@@ -772,7 +772,7 @@ def measure_sensitivity(
         if not isinstance(name, str):
             raise TypeError(f"`names` must be patterns, got {name!r}. HINT: such as 'blocks.*.fc1', 'type:linear'.")
     probe = SensitivityProbe(model, _settings_of(bits, sparsities, block_size, topk_over), names)
-    with _unchanged(model, _check_seed(seed)), probe:
+    with unchanged(model, _check_seed(seed)), probe:
         if probe.is_empty:
             listing = "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in probe.report().skipped)
             raise ValueError(
@@ -808,7 +808,7 @@ def _several(values: Any, name: str, example: str) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, seed: int) -> Iterator[None]:
+def unchanged(model: nn.Module, seed: int) -> Iterator[None]:
     """Put buffers, modes and random numbers back in the end; gradients are recorded inside."""
     modes = [(module, module.training) for module in model.modules()]
     names = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module, _ in modes]

@@ -100,7 +100,9 @@ def test_training_is_the_same_and_errors_pass_through(inside):
     measured, predicted = gradients(again, x, measured=True)
     assert Doubled.runs == (inside == "a function")
     assert all(map(torch.equal, measured, found))
-    actual = sum((a - b).square().sum() for a, b in zip(found, right, strict=True)) / sum(b.square().sum() for b in right)
+    actual = sum((a - b).square().sum() for a, b in zip(found, right, strict=True)) / sum(
+        b.square().sum() for b in right
+    )
     assert 0.75 < predicted / actual**0.5 < 1.33
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_actprune import ActivationPruning, Keep
-from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe
+from lightning_actprune import ActivationPruning, Keep, convert
+from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, choose_rules
 from lightning_actprune.callbacks.pruning import _check_gradients
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, new_owner
@@ -63,6 +63,21 @@ def test_a_fit_errs_as_much_as_it_may(bound, finer):
     fewer = ActivationPruning(max_error=bound / 4)
     fit(Stack(), fewer)
     assert sum(n or 16 for n in bits_of(fewer).values()) > sum(n or 16 for n in bits_of(pruning).values())
+
+
+def test_rules_for_a_plain_loop_are_those_of_a_fit_and_leave_no_trace():
+    pruning, model, x = ActivationPruning(max_error=0.02), Stack(), next(iter(batches()))
+    fit(Stack(), pruning)
+    before, grad = copy.deepcopy(model), torch.ones(64, 64)
+    model.body[0].weight.grad = grad
+    rules = choose_rules(model, lambda: model.loss(x), 0.02)
+    assert_plain(model)
+    assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
+    assert [p.grad for p in model.parameters() if p.grad is not None] == [grad]
+    assert torch.equal(grad, torch.ones(64, 64))
+    report, bits = convert(model, "max", rules=rules), bits_of(pruning)
+    assert {row.fqn: row.keep and row.keep.bits for row in report.layers if row.fqn in bits} | {"body.0": None} == bits
+    assert {row.keep.bits for row in report.converted if row.operator == "norm"} == {8}
 
 
 def test_the_batch_that_is_measured_trains_as_others_do():
