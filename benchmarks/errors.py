@@ -184,9 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 **{preset: partial(Study.of_preset, preset=preset) for preset in PRESETS},
                 **{f"error of {bound}": partial(Study.of_bound, bound=bound) for bound in BOUNDS},
             }
-            if not any(records.lacks({**head, "setting": setting}) for setting in settings):
-                continue
-            study = Study(name, count)
+            settings = {name: of for name, of in settings.items() if records.lacks({**head, "setting": name})}
+            study = Study(name, count) if settings else None
             for setting, measure in settings.items():
                 records.add({**head, "setting": setting, **measure(study), **environment()})
     show("Errors of weight gradients", list(records.records.values()), [*KEYS, *FIGURES])

@@ -8,13 +8,14 @@ are in proportion to ``1 / (2^v - 1)`` for v bits, so errors at other bits follo
 The weight gradients of the step contain errors ``E`` themselves: their squared norm is ``|G|^2 + E`` in the mean.
 
 What other operators keep brings errors into gradients, too, and a second backward measures all of these in one number
-(``analysis.second_backward``). They are part of the error that is bounded. If they are more than half of its square,
-other operators get more bits: one size more divides their square by 4.6 at least, from three bits to four.
+(``analysis.second_backward``). They are part of the error that is bounded. Other operators get more bits if fewer bytes
+are kept then in all: one size more divides their square by 4.6 at least, from three bits to four.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from glob import escape as escape_glob
@@ -46,8 +47,6 @@ from lightning_actprune.report import ConversionReport
 
 _LEAST_GRADIENT = 0.01
 """Least share of the measured square of a gradient that is not taken for its own errors."""
-_FOR_OTHERS = 0.5
-"""Share of the square of the bound that errors of other operators may take."""
 _SHARED = 0.5
 """Share of the square of the expected error below which a layer reads what was stored in more bits."""
 _FINER = (7 / 15) ** 2
@@ -100,6 +99,7 @@ class BitsProbe:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._squares: dict[Tensor, Tensor] = {}
         self._others: list[Tensor] = []
+        self._counts: Counter[int] = Counter()
         self._second: SecondBackward | None = None
 
     def open(self) -> None:
@@ -121,6 +121,7 @@ class BitsProbe:
         if self._second is not None:
             self._second.close()
             self._others += [self._second.squares[p] for p in self._trained if p in self._second.squares]
+            self._counts += self._second.counts
             for measured in self._layers.values():
                 measured.own += [self._second.own[weight] for weight in measured.weights if weight in self._second.own]
             self._second = None
@@ -141,37 +142,42 @@ class BitsProbe:
             mean_over: How many ranks' gradients the weights have the mean of.
         """
         whole = sum_of(self._squares.values())
-        numbers = torch.stack(
-            [whole.new_zeros(4), *(m.numbers(self._squares).to(whole) for m in self._layers.values())]
-        )
-        numbers[0, 1], numbers[0, 2] = whole, sum_of(self._others)
+        others = torch.stack([whole.new_zeros(()), whole, sum_of(self._others).to(whole), whole.new_zeros(())])
+        numbers = torch.stack([others, *(m.numbers(self._squares).to(whole) for m in self._layers.values())])
         numbers[:, [0, 2]] /= mean_over
-        (_, total, others, _), *rows = over_ranks(numbers).tolist()
+        counts = numbers.new_tensor([[self._counts[bits] for bits in BITS]])
+        counts, (_, total, noise, _), *rows = over_ranks(torch.cat([counts, numbers])).tolist()
         # The first batch may also have shown that a layer is better left dense.
         left = [m if is_converted(m.layer) else None for m in self._layers.values()]
         found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[1]]
-        if not total or not all(map(math.isfinite, (total, others, *(number for _, row in found for number in row)))):
+        if not total or not all(map(math.isfinite, (total, noise, *(number for _, row in found for number in row)))):
             return None
-        exact = [max(square - noise, _LEAST_GRADIENT * square) for _, (_, square, noise, _) in found]
+        exact = [max(square - own, _LEAST_GRADIENT * square) for _, (_, square, own, _) in found]
         total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
-        total = max(total - others, _LEAST_GRADIENT * total)
-        bound, finer = max_error**2 * total, 0
-        while finer < len(BITS) - 1 and others > _FOR_OTHERS * bound:
-            others, finer = others * _FINER, finer + 1
-        left_for_layers = math.sqrt(max(bound - others, 0.0) / total)
-        options = [
-            m.row(bits, energy, square, total, nbytes)
-            for (m, (error, _, own, nbytes)), square in zip(found, exact, strict=True)
-            for bits, energy in m.energies(error, own, finer)
-        ]
-        report = SensitivityReport(options, [], 1, 0, "sample")
-        chosen = report.allocate(left_for_layers, min(1.0, LAYER_SHARE * max_error))
+        total = max(total - noise, _LEAST_GRADIENT * total)
+
+        def allocate(finer: int) -> tuple[float, dict[str, LayerSensitivity], int]:
+            """Return the bytes, the choice for layers, and ``finer``."""
+            options = [
+                m.row(bits, energy, square, total, nbytes)
+                for (m, (error, _, own, nbytes)), square in zip(found, exact, strict=True)
+                for bits, energy in m.energies(error, own, finer)
+            ]
+            share = math.sqrt(max(max_error**2 - noise * _FINER**finer / total, 0.0))
+            report = SensitivityReport(options, [], 1, 0, "sample")
+            chosen = report.allocate(share, min(1.0, LAYER_SHARE * max_error))
+            sizes = [BITS[min(at + finer, len(BITS) - 1)] for at in range(len(BITS))]
+            nbytes = math.fsum(count * bits / 8 for count, bits in zip(counts, sizes, strict=True))
+            return nbytes + math.fsum(row.nbytes for row in chosen.values()), chosen, finer
+
+        meet = [finer for finer in range(len(BITS)) if noise * _FINER**finer < max_error**2 * total]
+        _, chosen, finer = min(map(allocate, meet or [len(BITS) - 1]), key=lambda choice: choice[0])
         sizes = {m.name: nbytes for m, (_, _, _, nbytes) in found}
         values = max(math.fsum(sizes.values()), 1.0)
         average = math.fsum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
-        error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()) + others / total)
-        bits = {name: row.bits for name, row in chosen.items()}
-        return BitsChoice(bits, average, error, math.sqrt(others / total), finer)
+        others_error = math.sqrt(noise * _FINER**finer / total)
+        error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()) + others_error**2)
+        return BitsChoice({name: row.bits for name, row in chosen.items()}, average, error, others_error, finer)
 
 
 LAYER_SHARE = 3.0

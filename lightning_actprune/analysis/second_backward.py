@@ -20,6 +20,7 @@ as the recomputation of a checkpoint. Blocks that are dropped are missing from b
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -70,6 +71,7 @@ class SecondBackward:
     def __init__(self, loss: Tensor, apart: Container[Tensor] = ()) -> None:
         self.squares: dict[Tensor, Tensor] = {}
         self.own: dict[Tensor, Tensor] = {}
+        self.counts: Counter[int] = Counter()
         self._apart = apart
         self._differences: dict[tuple[Node | None, int], Tensor] = {}
         # Python's object for a node of C++ is the same as long as somebody holds it.
@@ -120,12 +122,13 @@ class SecondBackward:
         def hook(results: Grads, grads: Grads) -> None:
             differences = self._take(node, grads)
             second = [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)]
-            found = None if again is None else _differences(again, second, results, errs=not apart)
+            counts = None if apart else self.counts
+            found = None if again is None else _differences(again, second, results, counts)
             for place, difference in enumerate(_random(results, grads, differences) if found is None else found):
                 before = node.next_functions[place]
                 if difference is not None:
                     _add(self._differences, before, difference)
-            own = _differences(again, grads, results, errs=True) if apart and again is not None else None
+            own = _differences(again, grads, results, Counter()) if apart and again is not None else None
             for place, difference in enumerate(own or ()):
                 if place in apart and difference is not None:
                     _add(self.own, apart[place], _square(difference))
@@ -176,19 +179,21 @@ def _runner(node: Any) -> Callable[..., Any] | None:
     return node.apply if function is not None and function.__module__.startswith(_MAY_RUN_TWICE) else None
 
 
-def _differences(again: Callable[..., Any], grads: Grads, results: Grads, *, errs: bool) -> list[Tensor | None] | None:
+def _differences(
+    again: Callable[..., Any], grads: Grads, results: Grads, counts: Counter[int] | None
+) -> list[Tensor | None] | None:
     """Return by how much an operation's results for ``grads`` differ; ``None`` if it does not run twice.
 
     Args:
         again: Runs it.
         grads: Gradients of its outputs.
         results: Its results in the training, which the engine has reduced to the sizes of inputs.
-        errs: Whether stored values are read with other errors.
+        counts: Counts the values that are read with other errors; ``None`` if none are.
     """
     with ExitStack() as stack:
-        if errs:
+        if counts is not None:
             stack.enter_context(force_backend("reference"))
-            stack.enter_context(other_errors())
+            stack.enter_context(other_errors(counts))
         try:
             second = again(*grads)
         except RuntimeError:  # what it needs is gone, or there is no memory for it

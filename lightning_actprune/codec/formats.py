@@ -66,6 +66,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -147,24 +148,31 @@ def dequantize(values: Tensor, block_size: int, bits: int, dtype: torch.dtype) -
     headers = pairs[:, :1] | pairs[:, 1:] << 8
     step, middle = _in_memory(*_step_and_middle(headers, bits))
     offsets = codes - dither(headers, block_size, bits)
-    if has_other_errors():
+    if errs_again(bits, codes.numel()):
         offsets = offsets + dither(headers, block_size, bits, OTHER) - 2 ** (DITHER_BITS - bits - 1)
     return (middle + step * (offsets.float() - 0.5)).to(dtype)
 
 
 @contextmanager
-def other_errors() -> Iterator[None]:
-    """In this thread, stored values that plain torch reads err once more: by as much, and independently."""
-    before, _reading.errs_again = has_other_errors(), True
+def other_errors(counts: Counter[int]) -> Iterator[None]:
+    """In this thread, stored values that plain torch reads err once more: by as much, and independently.
+
+    Args:
+        counts: Gets the number of values that were read by their bits.
+    """
+    before, _reading.counts = getattr(_reading, "counts", None), counts
     try:
         yield
     finally:
-        _reading.errs_again = before
+        _reading.counts = before
 
 
-def has_other_errors() -> bool:
-    """Return whether ``other_errors`` is open."""
-    return not is_compiling() and getattr(_reading, "errs_again", False)
+def errs_again(bits: int, count: int) -> bool:
+    """Return whether ``other_errors`` is open for ``count`` values that are read."""
+    counts = None if is_compiling() else getattr(_reading, "counts", None)
+    if counts is not None:
+        counts[bits] += count
+    return counts is not None
 
 
 def dither(headers: Tensor, block_size: int, bits: int, seed: int = 0) -> Tensor:

@@ -433,7 +433,7 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
     step = stored.start_and_step()[1]
     derivative = (z * step + stored.shift()).float()
-    if formats.has_other_errors():
+    if formats.errs_again(stored.bits, count):
         derivative += step * (dither(rows * ROW, stored.bits, grad.device, formats.OTHER)[:count] - 0.5)
     lost = codes[rows * sum(planes) :, None].expand(-1, RUN).reshape(-1)[:count] != 0
     return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
