@@ -39,6 +39,8 @@ _MAY_RUN_TWICE = "lightning_actprune.", "torch.nn.modules."
 """Prefixes of the modules whose functions have a backward without side effects."""
 _CASTS = 4
 """Casts and views between a parameter and the operation that reads it, at most."""
+_CAST = tuple(f"{name}Backward" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze"))
+"""How the names of their nodes begin."""
 
 Grads = Sequence[Tensor | None]
 
@@ -55,6 +57,7 @@ class SecondBackward:
     Attributes:
         squares: The squared norm of the difference by parameter, fp64, of all that came so far.
         own: The squared norm of the error that the operation reading it brings itself, by parameter of ``apart``.
+        counts: How many values were read with another error, by their bits, without those of ``apart``.
 
     Example:
         >>> from torch import nn
@@ -77,7 +80,7 @@ class SecondBackward:
         # Python's object for a node of C++ is the same as long as somebody holds it.
         self._handles: list[tuple[Node, RemovableHandle]] = []
         for node in _nodes_behind(loss):
-            parameter = getattr(node, "variable", None)
+            parameter = _parameter_at(node)
             hook = self._run_again(node) if parameter is None else self._arrive(node, parameter)
             self._handles.append((node, node.register_hook(hook)))
 
@@ -159,14 +162,19 @@ def _nodes_behind(loss: Tensor) -> Iterator[Node]:
         waiting += behind
 
 
+def _parameter_at(node: Any) -> Tensor | None:
+    """Return the parameter whose gradient a node accumulates."""
+    parameter: Tensor | None = None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
+    return parameter
+
+
 def _parameters_of(node: Node) -> Iterator[tuple[int, Tensor]]:
     """Yield the parameters that an operation reads, as they are or cast, and the places of their gradients."""
     for place, (before, _) in enumerate(node.next_functions):
         for _ in range(_CASTS):
-            parameter = getattr(before, "variable", None)
-            if before is None or parameter is not None:
-                break
-            before = before.next_functions[0][0] if len(before.next_functions) == 1 else None
+            if before is not None and before.name().startswith(_CAST):
+                before = before.next_functions[0][0]
+        parameter = _parameter_at(before)
         if parameter is not None:
             yield place, parameter
 
@@ -196,7 +204,7 @@ def _differences(
             stack.enter_context(other_errors(counts))
         try:
             second = again(*grads)
-        except RuntimeError:  # what it needs is gone, or there is no memory for it
+        except Exception:  # what it needs is gone, or there is no memory for it; the training goes on
             return None
     second = second if isinstance(second, tuple) else (second,)
     if len(second) != len(results):  # functions in Python also return None for what is no tensor
