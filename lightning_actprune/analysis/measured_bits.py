@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
-from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.analysis.second_backward import LEAST_GRADIENT, SecondBackward
 from lightning_actprune.analysis.sensitivity import (
     ErrorWatcher,
     LayerSensitivity,
@@ -45,8 +45,6 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.report import ConversionReport
 
-_LEAST_GRADIENT = 0.01
-"""Least share of the measured square of a gradient that is not taken for its own errors."""
 _SHARED = 0.5
 """Share of the square of the expected error below which a layer reads what was stored in more bits."""
 _FINER = (7 / 15) ** 2
@@ -152,9 +150,9 @@ class BitsProbe:
         found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[1]]
         if not total or not all(map(math.isfinite, (total, noise, *(number for _, row in found for number in row)))):
             return None
-        exact = [max(square - own, _LEAST_GRADIENT * square) for _, (_, square, own, _) in found]
+        exact = [max(square - own, LEAST_GRADIENT * square) for _, (_, square, own, _) in found]
         total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
-        total = max(total - noise, _LEAST_GRADIENT * total)
+        total = max(total - noise, LEAST_GRADIENT * total)
 
         def allocate(finer: int) -> tuple[float, dict[str, LayerSensitivity], int]:
             """Return the bytes, the choice for layers, and ``finer``."""

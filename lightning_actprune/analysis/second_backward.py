@@ -42,6 +42,9 @@ _CASTS = 4
 _CAST = tuple(f"{name}Backward" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze"))
 """How the names of their nodes begin."""
 
+LEAST_GRADIENT = 0.01
+"""Least share of the measured square of a gradient that is not taken for its own errors."""
+
 Grads = Sequence[Tensor | None]
 
 
@@ -91,11 +94,16 @@ class SecondBackward:
         self.close()
 
     def relative_error(self, parameters: Iterable[Tensor]) -> float:
-        """Return the norm of the error of gradients over the norm of these gradients, which are there (``grad``)."""
+        """Return the norm of the error of gradients over the norm of what they would be without it.
+
+        Args:
+            parameters: Those whose gradients are there (``grad``).
+        """
         found = [p for p in parameters if p.grad is not None]
         error = sum(float(self.squares[p]) for p in found if p in self.squares)
         whole = sum(float(_square(p.grad)) for p in found if p.grad is not None)
-        return math.sqrt(error / whole) if whole else 0.0
+        # In the mean, the square of a gradient has that of its error in it.
+        return math.sqrt(error / max(whole - error, LEAST_GRADIENT * whole)) if whole else 0.0
 
     def close(self) -> None:
         """Remove the hooks. Closing twice does nothing."""
