@@ -45,6 +45,8 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.report import ConversionReport
 
+_TOO_LARGE, _WORTH = 1.25, 0.9
+"""How much of the bound an error, and of the bytes a new choice, may be until bits change in a training."""
 _SHARED = 0.5
 """Share of the square of the expected error below which a layer reads what was stored in more bits."""
 _FINER = (7 / 15) ** 2
@@ -131,13 +133,21 @@ class BitsProbe:
         # With several optimizers, the gradients of one may be gone when those of another arrive.
         self._squares |= squared_norms({parameter: parameter.grad for parameter in self._trained})
 
-    def choose(self, max_error: float, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> BitsChoice | None:
+    def choose(
+        self,
+        max_error: float,
+        over_ranks: Callable[[Tensor], Tensor],
+        mean_over: int,
+        current: Mapping[str, int | None] | None = None,
+    ) -> BitsChoice | None:
         """Return the bits of all layers that were called, ``None`` if there was no gradient, or no finite one.
 
         Args:
             max_error: See ``ActivationPruning``.
             over_ranks: Returns the sum of a tensor over the ranks.
             mean_over: How many ranks' gradients the weights have the mean of.
+            current: Bits that were chosen before. They stay unless the error is a fourth above the bound, or others
+                keep a tenth less.
         """
         whole = sum_of(self._squares.values())
         others = torch.stack([whole.new_zeros(()), whole, sum_of(self._others).to(whole), whole.new_zeros(())])
@@ -154,28 +164,38 @@ class BitsProbe:
         total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
         total = max(total - noise, LEAST_GRADIENT * total)
 
-        def allocate(finer: int) -> tuple[float, dict[str, LayerSensitivity], int]:
-            """Return the bytes, the choice for layers, and ``finer``."""
-            options = [
+        def options(finer: int) -> list[LayerSensitivity]:
+            return [
                 m.row(bits, energy, square, total, nbytes)
                 for (m, (error, _, own, nbytes)), square in zip(found, exact, strict=True)
                 for bits, energy in m.energies(error, own, finer)
             ]
-            share = math.sqrt(max(max_error**2 - noise * _FINER**finer / total, 0.0))
-            report = SensitivityReport(options, [], 1, 0, "sample")
-            chosen = report.allocate(share, min(1.0, LAYER_SHARE * max_error))
-            sizes = [BITS[min(at + finer, len(BITS) - 1)] for at in range(len(BITS))]
-            nbytes = math.fsum(count * bits / 8 for count, bits in zip(counts, sizes, strict=True))
-            return nbytes + math.fsum(row.nbytes for row in chosen.values()), chosen, finer
 
-        meet = [finer for finer in range(len(BITS)) if noise * _FINER**finer < max_error**2 * total]
-        _, chosen, finer = min(map(allocate, meet or [len(BITS) - 1]), key=lambda choice: choice[0])
+        def kept_bytes(chosen: Mapping[str, LayerSensitivity], finer: int) -> float:
+            sizes = [BITS[min(at + finer, len(BITS) - 1)] for at in range(len(BITS))]
+            others = math.fsum(count * bits / 8 for count, bits in zip(counts, sizes, strict=True))
+            return others + math.fsum(row.nbytes for row in chosen.values())
+
+        def error_of(chosen: Mapping[str, LayerSensitivity], finer: int) -> float:
+            return math.sqrt(math.fsum(row.share**2 for row in chosen.values()) + noise * _FINER**finer / total)
+
+        choices = []
+        for finer in range(len(BITS)):
+            left = max_error**2 - noise * _FINER**finer / total
+            if left > 0 or finer == len(BITS) - 1:
+                report = SensitivityReport(options(finer), [], 1, 0, "sample")
+                chosen = report.allocate(math.sqrt(max(left, 0.0)), min(1.0, LAYER_SHARE * max_error))
+                choices.append((kept_bytes(chosen, finer), chosen, finer))
+        nbytes, chosen, finer = min(choices, key=lambda choice: choice[0])
+        if current is not None:
+            now = {row.fqn: row for row in options(0) if row.bits == current.get(row.fqn)}
+            if error_of(now, 0) < _TOO_LARGE * max_error and nbytes > _WORTH * kept_bytes(now, 0):
+                chosen, finer = now, 0
         sizes = {m.name: nbytes for m, (_, _, _, nbytes) in found}
         values = max(math.fsum(sizes.values()), 1.0)
         average = math.fsum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
-        others_error = math.sqrt(noise * _FINER**finer / total)
-        error = math.sqrt(math.fsum(row.share**2 for row in chosen.values()) + others_error**2)
-        return BitsChoice({name: row.bits for name, row in chosen.items()}, average, error, others_error, finer)
+        bits = {name: row.bits for name, row in chosen.items()}
+        return BitsChoice(bits, average, error_of(chosen, finer), error_of({}, finer), finer)
 
 
 LAYER_SHARE = 3.0

@@ -15,12 +15,14 @@ in a trial.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -37,11 +39,16 @@ from lightning_actprune.analysis.first_batch import (
     leave_dense,
 )
 from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, set_bits
+from lightning_actprune.callbacks.progress import estimate_steps
 from lightning_actprune.codec.private import refusal
 from lightning_actprune.config import Config, drops_blocks, shorten
 from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport
 
+_FIRST_POINT = 100
+"""Steps of a training before which bits are not measured again."""
+_MORE = 1.15
+"""How much more memory a later step may take than the one that was measured first."""
 _PATIENCE = 16
 """Batches in which layers that just woke may keep nothing, for example in phases of one batch."""
 _IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
@@ -80,6 +87,10 @@ class Decisions:
         """Bits by name of the layers of which errors were measured; ``None`` before that."""
         self.finer = 0
         """How many sizes of bits all other operators have more than the settings say (``Config.finer``)."""
+        self.again = 0
+        """How many of the steps at which bits are measured again are over."""
+        self.peak = 0
+        """The most memory that was in use until the end of a batch that was measured; 0 without a GPU."""
         self.saved = SiteDecisions()
         """How tensors of other operations are kept, as first forwards decide."""
         self._decided: frozenset[str] = frozenset()
@@ -92,7 +103,8 @@ class Decisions:
 
     def forget(self) -> None:
         """Forget all decisions."""
-        self.spread, self.retained, self.bits, self.finer = None, None, None, 0
+        self.spread, self.retained, self.bits = None, None, None
+        self.finer = self.again = self.peak = 0
         self._decided, self._trial_model = frozenset(), None
 
     @property
@@ -130,7 +142,7 @@ class Decisions:
 
     def bits_state(self) -> dict[str, Any]:
         """Return the chosen bits for a checkpoint."""
-        return {"bits": self.bits, "finer": self.finer}
+        return {"bits": self.bits, "finer": self.finer, "again": self.again, "peak": self.peak}
 
     def add_trial_of(self, model: nn.Module) -> None:
         """Let decisions hold for the next training of ``model``: in this fit or, after ``Tuner``, in another."""
@@ -179,6 +191,26 @@ class Decisions:
         return rows
 
 
+def points_of(steps: float) -> list[int]:
+    """Return the optimizer steps of a training after which bits are measured again."""
+    found = (100, 1000, 10000) if math.isinf(steps) else (steps // 100, steps // 10, steps // 2)
+    return [int(point) for point in found if point >= _FIRST_POINT]
+
+
+def _has_room(peak: int, trainer: pl.Trainer, device: torch.device) -> bool:
+    """Return whether a GPU has room for a step of this peak, a bit more bits, and the state of the optimizers."""
+    if device.type != "cuda":
+        return True
+    states = (
+        value for optimizer in trainer.optimizers for state in optimizer.state.values() for value in state.values()
+    )
+    needed = _MORE * peak + sum(
+        value.nbytes for value in states if isinstance(value, Tensor) and value.device == device
+    )
+    free, _ = torch.cuda.mem_get_info(device)
+    return bool(peak and needed < free + torch.cuda.memory_reserved(device))
+
+
 def check_any_left(report: ConversionReport) -> None:
     """Raise if nothing is compressed any more."""
     if not report.converted and report.saved is None and not report.recomputed:
@@ -209,7 +241,8 @@ class FirstBatchProbe:
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
         self._bits: BitsProbe | None = None
-        self._will_choose_bits = False
+        self._will_choose_bits = self._measures_again = False
+        self._points: Sequence[int] | None = None
         self._idle: IdleLayers | None = None
         self._added: AddedLayers | None = None
         self._any_rank_watches: bool | None = None
@@ -242,6 +275,27 @@ class FirstBatchProbe:
         self._will_probe_energy = has_limit and sparsity > 0 and not is_known
         of_bits = [layer.fqn for layer in report.converted if drops_blocks([layer.operator])]
         self._will_choose_bits = self._max_error is not None and bool(self.decisions.filter_undecided(of_bits))
+
+    def is_due(self, trainer: pl.Trainer, device: torch.device) -> bool:
+        """Return whether bits should be measured again in this batch, which then runs eagerly.
+
+        The bits of a first batch may be too few, or more than it takes, once the training has gone on. A step with a
+        second backward must not be what runs out of memory, though: there has to be room for one as large as the first
+        was, and for the state of optimizers, which was not there yet.
+        """
+        if self._max_error is None or self._will_choose_bits or self.decisions.bits is None:
+            return False
+        if self._points is None:
+            self._points = points_of(estimate_steps(trainer))
+        over = sum(trainer.global_step >= point for point in self._points)
+        if over <= self.decisions.again:
+            return False
+        self.decisions.again = over
+        return trainer.strategy.reduce_boolean_decision(_has_room(self.decisions.peak, trainer, device), all=True)
+
+    def measure_again(self) -> None:
+        """Measure bits in the next batch, of layers whose bits were chosen, too."""
+        self._will_choose_bits = self._measures_again = True
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
         """Return True if idle layers, or new ones, keep their input from now on; convert and judge them then."""
@@ -276,7 +330,8 @@ class FirstBatchProbe:
             rank_zero_warn(f"{problem} All stay converted.")
             self._will_probe = False
         if self._will_choose_bits:
-            self._bits = BitsProbe(model, self._owner, self._config, self.decisions.bits or {})
+            known = {} if self._measures_again else self.decisions.bits or {}
+            self._bits = BitsProbe(model, self._owner, self._config, known)
             self._bits.open()
         if not self._will_probe:
             return
@@ -321,10 +376,16 @@ class FirstBatchProbe:
         self._bits = None
         assert self._max_error is not None
         mean_over = trainer.world_size if trainer.accumulate_grad_batches == 1 else 1  # else they are each rank's own
-        choice = bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over)
+        current = self.decisions.bits if self._measures_again else None
+        choice = bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over, current)
         if choice is None:  # with a loss scale that is too large: the next batch shows it
             return decision
-        self._will_choose_bits = False
+        self._will_choose_bits = self._measures_again = False
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            self.decisions.peak = torch.cuda.max_memory_allocated(device)
+        if current is not None and not choice.finer and choice.bits.items() <= current.items():
+            return decision
         set_bits(model, report, choice.bits)
         self.decisions.add_bits(choice)
         return (Decision([], {}) if decision is None else decision)._replace(choice=choice)

@@ -70,7 +70,7 @@ class SparsityProgress:
         schedules = [s for s in sparsities if isinstance(s, SparsitySchedule) and not isinstance(s, ConstantSchedule)]
         if not schedules:
             return
-        steps = self.total_steps or _estimate_steps(trainer)
+        steps = self.total_steps or estimate_steps(trainer)
         if math.isinf(steps) or steps < 0:
             raise MisconfigurationException(
                 f"{schedules[0]!r} needs the length of the training, which the Trainer does not know "
@@ -109,7 +109,7 @@ class SparsityProgress:
         return {fqn: run_check(sparsity_at, sparsity, 1.0) for fqn, _, sparsity in self._layers}
 
 
-def _estimate_steps(trainer: pl.Trainer) -> int | float:
+def estimate_steps(trainer: pl.Trainer) -> int | float:
     """Return the optimizer steps of the whole training, also if a callback changes gradient accumulation by epoch.
 
     The Trainer's own estimate uses one accumulation number: its argument, or that of the current epoch.

@@ -304,6 +304,9 @@ class ActivationPruning(TrainerCallback):
         self._dense_view.close()
         if self._probe.wakes(trainer, pl_module):
             self._convert_and_ask(trainer, pl_module)
+        if self._probe.is_due(trainer, pl_module.device):
+            self._graphs.restart()
+            self._probe.measure_again()
         self._progress.follow(trainer)
         if self._budget is not None:
             self._budget.batch_starts(trainer, pl_module, batch)
@@ -487,7 +490,7 @@ class ActivationPruning(TrainerCallback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Restore the decisions of the checkpoint; warn if it was saved with other settings."""
         then, self._restored = self._restored or {}, None
-        results = "spread", "retained", "bits", "finer", "saved", "memory_budget"
+        results = "spread", "retained", "bits", "finer", "again", "peak", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in results}
         by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
@@ -510,6 +513,7 @@ class ActivationPruning(TrainerCallback):
             )
         if not decided:
             return None
+        self._decisions.again, self._decisions.peak = then.get("again", 0), then.get("peak", 0)
         found = then["spread"], then.get("retained"), then.get("bits")
         restored = self._decisions.restore(pl_module, self._report, *found)
         self._find_layers(pl_module)

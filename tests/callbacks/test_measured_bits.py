@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationPruning, Keep, convert
+from lightning_actprune.analysis import measured_bits
 from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, choose_rules
+from lightning_actprune.callbacks import first_batch
 from lightning_actprune.callbacks.pruning import _check_gradients
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, new_owner
@@ -100,6 +102,62 @@ def test_a_resumed_fit_has_the_same_bits_and_the_same_losses(tmp_path):
     assert opened == []
     assert bits_of(again) == bits_of(pruning)
     assert all(map(torch.equal, resumed.state_dict().values(), whole.state_dict().values()))
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[int]:
+    """Let fits measure again after two and eight steps; return how many probes were opened."""
+    opened, before = [], BitsProbe.open
+    monkeypatch.setattr(first_batch, "points_of", lambda _: [2, 8])
+    monkeypatch.setattr(BitsProbe, "open", lambda self: (opened.append(1), before(self)))
+    return opened
+
+
+def test_bits_are_measured_again_and_stay_where_they_do_well(measured, monkeypatch):
+    monkeypatch.setattr(measured_bits, "_TOO_LARGE", 9.0)
+    monkeypatch.setattr(measured_bits, "_WORTH", 0.0)
+    pruning, often, once = ActivationPruning(max_error=0.1), Stack(), Stack()
+    fit(often, pruning, max_epochs=3)
+    assert len(measured) == 3
+    assert pruning.state_dict()["again"] == 2
+    monkeypatch.setattr(first_batch, "points_of", lambda _: [])
+    fit(once, ActivationPruning(max_error=0.1), max_epochs=3)
+    assert len(measured) == 4
+    assert all(map(torch.equal, often.state_dict().values(), once.state_dict().values()))
+
+
+def test_bits_that_err_too_much_change_once_and_a_resumed_fit_does_the_same(measured, monkeypatch, tmp_path):
+    choose, seen = BitsProbe.choose, []
+
+    def wrong_at_first(self: BitsProbe, *arguments: Any) -> BitsChoice | None:
+        choice = choose(self, *arguments)
+        return choice if arguments[-1] else choice._replace(bits=dict.fromkeys(choice.bits, 2), finer=0)
+
+    monkeypatch.setattr(BitsProbe, "choose", wrong_at_first)
+    pruning, model, again, resumed = (
+        ActivationPruning(max_error=0.02),
+        Stack(),
+        ActivationPruning(max_error=0.02),
+        Stack(),
+    )
+    note = LambdaCallback(on_train_batch_end=lambda *_: seen.append((bits_of(pruning), pruning.state_dict()["finer"])))
+    fit(model, pruning, note, max_epochs=3)
+    assert len(measured) == 3
+    assert set(seen[0][0].values()) - {None} == set(seen[1][0].values()) - {None} == {2}
+    assert [finer for _, finer in seen[:3]] == [0, 0, 1]
+    assert 2 not in {bits for name, bits in seen[2][0].items() if name.endswith("second")}
+    assert seen[2] == seen[-1]
+    for epochs in (1, 2):
+        fit(Stack(), ActivationPruning(max_error=0.02), max_epochs=epochs).save_checkpoint(tmp_path / "one.ckpt")
+        fit(resumed, again, ckpt=tmp_path / "one.ckpt", max_epochs=3)
+        assert all(map(torch.equal, resumed.state_dict().values(), model.state_dict().values()))
+
+
+def test_trainings_of_many_steps_measure_three_times_more():
+    assert first_batch.points_of(20000) == [200, 2000, 10000]
+    assert first_batch.points_of(2000) == [200, 1000]
+    assert first_batch.points_of(50) == []
+    assert first_batch.points_of(float("inf")) == [100, 1000, 10000]
 
 
 def test_a_batch_whose_gradients_are_not_finite_is_not_judged_by():
