@@ -105,7 +105,8 @@ class ActivationPruning(TrainerCallback):
             ``0.1``; the gradient of a single layer may err by three times that. The first batch shows in how many bits
             each linear layer and convolution has to keep its input (``analysis.measured_bits``), and what other
             operators add (``analysis.second_backward``); until then all have the bits of the preset, by default
-            ``"max"``. Layers whose bits a rule names keep these.
+            ``"max"``. Both are measured again at a hundredth, a tenth and half of the training. Layers whose bits a
+            rule names keep these.
         total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
             every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
             optimizers.

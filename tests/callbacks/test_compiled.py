@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.callbacks import first_batch
 from lightning_actprune.callbacks.memory import _find_compiled_rows
 from lightning_actprune.codec.private import joint_passes
 from tests.support.helpers import BATCHES, assert_plain, fit
@@ -122,8 +123,9 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
 
 
 @pytest.mark.parametrize("settings", [{"preset": "balanced"}, {"max_error": 0.005}])
-def test_accumulation_and_validation_in_between(settings):
-    """Two epochs, of two batches a step; bits are chosen before the compiler sees them."""
+def test_accumulation_and_validation_in_between(settings, monkeypatch):
+    """Two epochs, of two batches a step; bits are chosen before the compiler sees them, and measured once again."""
+    monkeypatch.setattr(first_batch, "points_of", lambda _: [1])
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1.0}
     pruning, ours, dense = ActivationPruning(**settings, verbose=0), Wide(), Wide()
     losses, right = losses_of(ours, pruning, **options), losses_of(dense, backend=None, **options)
@@ -132,6 +134,7 @@ def test_accumulation_and_validation_in_between(settings):
     torch.testing.assert_close(losses, right, rtol=0, atol=0.05 * right[0].item())
     torch.testing.assert_close(ours.scores, dense.scores, rtol=0, atol=0.05 * dense.scores[0].item())
     assert "packed" in {row.how for row in pruning.compiled}
+    assert pruning.state_dict().get("again") == (1 if pruning.max_error else None)
     chosen = {layer.keep.bits for layer in pruning.converted if layer.fqn.endswith("second")}
     assert chosen <= {row.bits for row in pruning.compiled}
 
