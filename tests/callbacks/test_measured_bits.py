@@ -160,6 +160,14 @@ def test_trainings_of_many_steps_measure_three_times_more():
     assert first_batch.points_of(float("inf")) == [100, 1000, 10000]
 
 
+def test_a_gpu_without_room_for_a_step_like_the_first_does_not_measure_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (50, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
+    trainer, gpu = SimpleNamespace(optimizers=[SimpleNamespace(state={})]), torch.device("cuda")
+    assert [first_batch._has_room(peak, trainer, gpu) for peak in (0, 130, 131)] == [False, True, False]
+    assert first_batch._has_room(0, trainer, torch.device("cpu"))
+
+
 def test_a_batch_whose_gradients_are_not_finite_is_not_judged_by():
     """As with a loss scale that is too large at first."""
     seen: list[dict[str, int | None]] = []
