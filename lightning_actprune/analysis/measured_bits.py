@@ -150,30 +150,31 @@ class BitsProbe:
                 keep a tenth less.
         """
         whole = sum_of(self._squares.values())
-        others = torch.stack([whole.new_zeros(()), whole, sum_of(self._others).to(whole), whole.new_zeros(())])
+        zero = torch.zeros_like(whole)
+        others = torch.stack([zero, zero, sum_of(self._others).to(whole), whole, zero])
         numbers = torch.stack([others, *(m.numbers(self._squares).to(whole) for m in self._layers.values())])
-        numbers[:, [0, 2]] /= mean_over
-        counts = numbers.new_tensor([[self._counts[bits] for bits in BITS]])
-        counts, (_, total, noise, _), *rows = over_ranks(torch.cat([counts, numbers])).tolist()
+        numbers[:, :3] /= mean_over
+        counts = numbers.new_tensor([[*(self._counts[bits] for bits in BITS), 0]])
+        counts, (_, _, noise, total, _), *rows = over_ranks(torch.cat([counts, numbers])).tolist()
         # The first batch may also have shown that a layer is better left dense.
         left = [m if is_converted(m.layer) else None for m in self._layers.values()]
-        found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[1]]
+        found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[3]]
         if not total or not all(map(math.isfinite, (total, noise, *(number for _, row in found for number in row)))):
             return None
-        exact = [max(square - own, LEAST_GRADIENT * square) for _, (_, square, own, _) in found]
-        total -= math.fsum(row[1] for _, row in found) - math.fsum(exact)
+        exact = [max(square - own, LEAST_GRADIENT * square) for _, (_, _, own, square, _) in found]
+        total -= math.fsum(row[3] for _, row in found) - math.fsum(exact)
         total = max(total - noise, LEAST_GRADIENT * total)
 
         def options(finer: int) -> list[LayerSensitivity]:
             return [
                 m.row(bits, energy, square, total, nbytes)
-                for (m, (error, _, own, nbytes)), square in zip(found, exact, strict=True)
-                for bits, energy in m.energies(error, own, finer)
+                for (m, (error, expected, own, _, nbytes)), square in zip(found, exact, strict=True)
+                for bits, energy in _energies(error, expected, own, finer)
             ]
 
         def kept_bytes(chosen: Mapping[str, LayerSensitivity], finer: int) -> float:
             sizes = [BITS[min(at + finer, len(BITS) - 1)] for at in range(len(BITS))]
-            others = math.fsum(count * bits / 8 for count, bits in zip(counts, sizes, strict=True))
+            others = math.fsum(count * bits / 8 for count, bits in zip(counts[:-1], sizes, strict=True))
             return others + math.fsum(row.nbytes for row in chosen.values())
 
         def error_of(chosen: Mapping[str, LayerSensitivity], finer: int) -> float:
@@ -191,7 +192,7 @@ class BitsProbe:
             now = {row.fqn: row for row in options(0) if row.bits == current.get(row.fqn)}
             if error_of(now, 0) < _TOO_LARGE * max_error and nbytes > _WORTH * kept_bytes(now, 0):
                 chosen, finer = now, 0
-        sizes = {m.name: nbytes for m, (_, _, _, nbytes) in found}
+        sizes = {m.name: row[-1] for m, row in found}
         values = max(math.fsum(sizes.values()), 1.0)
         average = math.fsum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
         bits = {name: row.bits for name, row in chosen.items()}
@@ -222,28 +223,14 @@ class _ConvertedLayer(MeasuredLayer):
         return errors
 
     def numbers(self, squares: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return squares of the error at eight bits, of the gradient and of the step's own error, and bytes, fp64."""
+        """Return squares of three errors and of the gradient, and bytes, fp64.
+
+        The errors are those at eight bits, at the bits of the step, and that of the step as it was.
+        """
         square = sum_of(squares[weight] for weight in self.weights if weight in squares)
         error = square.new_zeros(()) if self.batch is None else self.batch.sum().to(square.device)
-        return torch.stack([error, square, sum_of(self.own).to(square), square.new_full((), sum(self.nbytes))])
-
-    def energies(self, error: float, own: float, finer: int) -> Iterator[tuple[int | None, float]]:
-        """Yield the square of the error at each number of bits.
-
-        If the layer reads what a norm in front of it keeps, it errs less than its own bits would let it. Fewer bits
-        than those of the norm change nothing then.
-
-        Args:
-            error: Square of the error at eight bits.
-            own: Square of the step's own error.
-            finer: See ``BitsChoice``.
-        """
-        shared = 0
-        if 0 < own < _SHARED * error * _ratio(self.ran_at):
-            nearest = min(BITS, key=lambda bits: abs(math.log(own / (error * _ratio(bits)))))
-            shared = BITS[min(BITS.index(nearest) + finer, len(BITS) - 1)]
-        for bits in (*BITS, None):
-            yield bits, error * _ratio(bits and max(bits, shared))
+        errors = error, error * _ratio(self.ran_at), sum_of(self.own).to(square)
+        return torch.stack([*errors, square, square.new_full((), sum(self.nbytes))])
 
     def row(self, bits: int | None, energy: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
         """Return the error and the bytes of this layer in ``bits`` bits.
@@ -261,6 +248,26 @@ class _ConvertedLayer(MeasuredLayer):
         return LayerSensitivity(
             self.name, self.kind, 0.0, bits, math.sqrt(energy / own), math.sqrt(energy / total), size
         )
+
+
+def _energies(error: float, expected: float, own: float, finer: int) -> Iterator[tuple[int | None, float]]:
+    """Yield the square of a layer's error at each number of bits.
+
+    If a layer reads what a norm in front of it keeps, it errs less than its own bits would let it. Fewer bits than
+    those of the norm change nothing then.
+
+    Args:
+        error: Square of the error at eight bits.
+        expected: The same at the bits in which the step would keep the input alone.
+        own: Square of the step's own error.
+        finer: See ``BitsChoice``.
+    """
+    shared = 0
+    if 0 < own < _SHARED * expected:
+        nearest = min(BITS, key=lambda bits: abs(math.log(own / (error * _ratio(bits)))))
+        shared = BITS[min(BITS.index(nearest) + finer, len(BITS) - 1)]
+    for bits in (*BITS, None):
+        yield bits, error * _ratio(bits and max(bits, shared))
 
 
 def _ratio(bits: int | None) -> float:
