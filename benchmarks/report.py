@@ -502,7 +502,7 @@ def bounds() -> str:
 
 
 def _describe_bound(record: Record) -> str:
-    return f"{record['predicted']:.3f}, {record['actual']:.3f} ({100 * record['kept']:.0f} %)"
+    return f"{record['predicted']:.3f}, {record['actual']:.3f} ({100 * record['kept']:.1f} %)"
 
 
 def _by_setting(ends: str | tuple[str, ...], describe: Callable[[Record], str]) -> str:
