@@ -275,6 +275,7 @@ class FirstBatchProbe:
         self._will_probe_energy = has_limit and sparsity > 0 and not is_known
         of_bits = [layer.fqn for layer in report.converted if drops_blocks([layer.operator])]
         self._will_choose_bits = self._max_error is not None and bool(self.decisions.filter_undecided(of_bits))
+        self._measures_again, self._points = False, None
 
     def is_due(self, trainer: pl.Trainer, device: torch.device) -> bool:
         """Return whether bits should be measured again in this batch, which then runs eagerly.

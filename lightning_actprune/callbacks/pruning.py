@@ -504,8 +504,9 @@ class ActivationPruning(TrainerCallback):
         if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
             self._convert(pl_module)
-        if then.get("finer", 0) != self._decisions.finer:
-            self._decisions.finer = then["finer"]
+        finer = then.get("finer", 0)
+        if finer != self._decisions.finer:
+            self._decisions.finer = finer
             self._convert(pl_module)
         if not self._decisions.saved.load_state_dict(then.get("saved", SiteDecisions().state_dict())):
             rank_zero_warn(
