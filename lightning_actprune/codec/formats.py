@@ -94,6 +94,8 @@ STEPS = 32
 HEADER_BYTES = 2
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 """The bits of each plane, lowest first, by the bits of a code."""
+PIECE = 2**22
+"""Values that are read at once with other errors."""
 _reading = threading.local()
 
 
@@ -142,14 +144,44 @@ def quantize(blocks: Tensor, bits: int) -> Tensor:
 
 def dequantize(values: Tensor, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the values ``[nnz, block_size]`` in ``dtype`` of stored blocks, contiguous ``uint8 [nnz, row_bytes]``."""
+    if not errs_again(bits, len(values) * block_size):
+        return _read(values, block_size, bits, dtype)
+    # In pieces: plain torch takes many times the memory of the result.
+    planes = [plane_bytes(block_size, plane) for plane in PLANES[bits]]
+    parts = [*planes, values.shape[1] - HEADER_BYTES - sum(planes), HEADER_BYTES]
+    found = [_read(values, block_size, bits, dtype, first=0)[:0]]
+    for first, piece in cut(values.flatten(), len(values), parts, max(1, PIECE // block_size)):
+        found.append(_read(piece.view(-1, values.shape[1]), block_size, bits, dtype, first=first))
+    return torch.cat(found)
+
+
+def cut(joined: Tensor, count: int, parts: Sequence[int], most: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield pieces of bytes in which each part has some bytes for each of ``count`` things, and where they begin.
+
+    Args:
+        joined: The parts, one behind the other.
+        count: Number of things.
+        parts: Bytes of each part for one.
+        most: Things in a piece, at most.
+    """
+    for first in range(0, count, most):
+        last, start, found = min(first + most, count), 0, []
+        for size in parts:
+            found.append(joined[start + first * size : start + last * size])
+            start += count * size
+        yield first, torch.cat(found)
+
+
+def _read(values: Tensor, block_size: int, bits: int, dtype: torch.dtype, first: int | None = None) -> Tensor:
+    """Return stored values, with one more error if ``first`` says how many blocks are before these."""
     count, flat = len(values), values.flatten()
     codes = split_planes(flat, count, block_size, PLANES[bits]) << DITHER_BITS - bits
     pairs = flat[count * (values.shape[1] - HEADER_BYTES) :].view(count, HEADER_BYTES).int()
     headers = pairs[:, :1] | pairs[:, 1:] << 8
     step, middle = _in_memory(*_step_and_middle(headers, bits))
-    offsets = codes - dither(headers, block_size, bits)
-    if errs_again(bits, codes.numel()):
-        offsets = offsets + dither(headers, block_size, bits, OTHER) - 2 ** (DITHER_BITS - bits - 1)
+    offsets = codes - dither(headers, block_size, bits, first or 0)
+    if first is not None:
+        offsets = offsets + dither(headers, block_size, bits, first, OTHER) - 2 ** (DITHER_BITS - bits - 1)
     return (middle + step * (offsets.float() - 0.5)).to(dtype)
 
 
@@ -175,12 +207,13 @@ def errs_again(bits: int, count: int) -> bool:
     return counts is not None
 
 
-def dither(headers: Tensor, block_size: int, bits: int, seed: int = 0) -> Tensor:
+def dither(headers: Tensor, block_size: int, bits: int, first: int = 0, seed: int = 0) -> Tensor:
     """Return ``2^n u - 1/2`` of blocks for codes of ``bits`` bits, int32 ``[nnz, block_size]``, with u uniform.
 
-    ``headers`` are the 16-bit numbers ``H [nnz, 1]`` of the blocks, not negative, in the order of their places.
+    ``headers`` are the 16-bit numbers ``H [nnz, 1]`` of the blocks, not negative, in the order of their places, of
+    which ``first`` is the first.
     """
-    kept, places = DITHER_BITS - bits, torch.arange(len(headers), device=headers.device)
+    kept, places = DITHER_BITS - bits, torch.arange(first, first + len(headers), device=headers.device)
     return spread_dither((headers.flatten().long() << 16) + places * SIGNED_PLACE ^ seed, block_size, kept)
 
 

@@ -423,25 +423,55 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     """Return ``dx [N]`` in ``dtype`` from ``grad [N]`` in the order of memory and its codes."""
     count = grad.shape[0]
     rows, planes = ceil_div(count, ROW), stored.planes()
-    q = formats.split_planes(codes, rows, ROW, planes).flatten()[:count]  # int32 [N]
     if isinstance(stored, StoredMask) or stored.exact():
+        q = formats.split_planes(codes, rows, ROW, planes).flatten()[:count]  # int32 [N]
         low, high = stored.bounds()
         wide = grad if grad.dtype == torch.float64 else grad.float()
         lower = wide * low if low else torch.zeros_like(wide)
         return torch.where(q == 1, wide * high, lower).to(dtype)
+    lost = codes[rows * sum(planes) :]
+    if not formats.errs_again(stored.bits, count):
+        return _multiply(grad, codes, lost, stored, dtype)
+    # In pieces: plain torch takes many times the memory of the result.
+    found, each = [grad[:0].to(dtype)], max(RUN, formats.PIECE // RUN * RUN)
+    for first, piece in formats.cut(codes, rows, planes, each // ROW):
+        place = first * ROW
+        flags = lost[place // RUN : (place + each) // RUN]
+        found.append(_multiply(grad[place : place + each], piece, flags, stored, dtype, first=first))
+    return torch.cat(found)
+
+
+def _multiply(
+    grad: Tensor, codes: Tensor, lost: Tensor, stored: StoredDerivative, dtype: torch.dtype, first: int | None = None
+) -> Tensor:
+    """Return ``dx``; derivatives have one more error if ``first`` says how many rows are before these.
+
+    Args:
+        grad: The gradient ``[N]``.
+        codes: Planes of its codes.
+        lost: Whether each run is lost, ``uint8``.
+        stored: How derivatives are stored.
+        dtype: Type of the result.
+        first: See above.
+    """
+    count = grad.shape[0]
+    rows = ceil_div(count, ROW)
+    q = formats.split_planes(codes, rows, ROW, stored.planes()).flatten()[:count]  # int32 [N]
     # Exact in fp64, so product and sum are rounded once, like the fused multiply-add of a kernel.
-    z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
+    of = rows * ROW, stored.bits, grad.device, first or 0
+    z = (q + (2**stored.bits + 1)).double() - dither(*of)[:count].double()
     step = stored.start_and_step()[1]
     derivative = (z * step + stored.shift()).float()
-    if formats.errs_again(stored.bits, count):
-        derivative += step * (dither(rows * ROW, stored.bits, grad.device, formats.OTHER)[:count] - 0.5)
-    lost = codes[rows * sum(planes) :, None].expand(-1, RUN).reshape(-1)[:count] != 0
-    return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
+    if first is not None:
+        derivative += step * (dither(*of, formats.OTHER)[:count] - 0.5)
+    is_lost = lost[:, None].expand(-1, RUN).reshape(-1)[:count] != 0
+    return (torch.where(is_lost, torch.nan, derivative) * grad.float()).to(dtype)
 
 
-def dither(count: int, bits: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Return the fp32 numbers ``u [count]`` for codes of ``bits`` bits; ``count`` is a multiple of ``ROW``."""
-    numbers, places = torch.arange(count // ROW, device=device) * formats.SIGNED_PLACE ^ seed, DITHER_BITS - bits
+def dither(count: int, bits: int, device: torch.device, first: int = 0, seed: int = 0) -> Tensor:
+    """Return the fp32 numbers ``u [count]`` for codes of ``bits`` bits, of whole rows from row ``first`` on."""
+    rows, places = torch.arange(first, first + count // ROW, device=device), DITHER_BITS - bits
+    numbers = rows * formats.SIGNED_PLACE ^ seed
     return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.codec import formats
 
 
 class Doubled(torch.autograd.Function):
@@ -104,6 +105,20 @@ def test_training_is_the_same_and_errors_pass_through(inside):
         b.square().sum() for b in right
     )
     assert 0.75 < predicted / actual**0.5 < 1.33
+
+
+@pytest.mark.parametrize("piece", [1, 300, 5000])
+def test_values_are_read_in_pieces(piece, monkeypatch):
+    """The same as the whole: blocks of 20 and of 7 values, whole runs of derivatives and one that is cut short."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 7), nn.LayerNorm(7))
+    convert(model, rules={"*": Keep(bits=3, min_rows_for_low_bits=0)})
+    x, found = torch.randn(177, 20), []
+    for size in (formats.PIECE, piece):
+        monkeypatch.setattr(formats, "PIECE", size)
+        found.append(gradients(model, x, measured=True)[1])
+        model.zero_grad()
+    assert found[0] == found[1] > 0
 
 
 def test_nothing_is_measured_of_what_has_no_history():
