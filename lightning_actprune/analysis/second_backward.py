@@ -154,7 +154,7 @@ def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
 def _square(difference: Tensor) -> Tensor:
     """Return the squared norm, fp64."""
     values = difference.coalesce().values() if difference.is_sparse else difference
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.view_as_real(values) if values.is_complex() else values.float())
     return norm.double().square()
 
 
@@ -212,15 +212,13 @@ def _differences(
             stack.enter_context(other_errors(counts))
         try:
             second = again(*grads)
+            second = second if isinstance(second, tuple) else (second,)
+            if len(second) != len(results):  # functions in Python also return None for what is no tensor
+                there = iter([x for x in second if x is not None])
+                second = [None if x is None else next(there) for x in results]
+            return [None if a is None or b is None else _subtract(b, a) for a, b in zip(results, second, strict=True)]
         except Exception:  # what it needs is gone, or there is no memory for it; the training goes on
             return None
-    second = second if isinstance(second, tuple) else (second,)
-    if len(second) != len(results):  # functions in Python also return None for what is no tensor
-        there = [x for x in second if x is not None]
-        if len(there) != sum(x is not None for x in results):
-            return None
-        second = [None if x is None else there.pop(0) for x in results]
-    return [None if a is None or b is None else _subtract(b, a) for a, b in zip(results, second, strict=True)]
 
 
 def _subtract(b: Tensor, a: Tensor) -> Tensor:
@@ -236,9 +234,8 @@ def _random(results: Grads, grads: Grads, differences: Grads) -> list[Tensor | N
     known = [(grad, d) for grad, d in zip(grads, differences, strict=True) if grad is not None and d is not None]
     if not known:
         return [None] * len(results)
-    norms = torch.stack([torch.stack([torch.linalg.vector_norm(x.float()) for x in pair]) for pair in known])
-    whole, part = torch.linalg.vector_norm(norms, dim=0)
-    share = torch.where(whole > 0, part / whole, 0.0)
+    whole, part = (torch.stack([_square(x) for x in of]).sum() for of in zip(*known, strict=True))
+    share = torch.where(whole > 0, part / whole, 0.0).sqrt()
     return [None if x is None else x * (_signs(x) * share).to(x.dtype) for x in results]
 
 
