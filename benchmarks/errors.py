@@ -30,11 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Record, RecordFile, environment, parser_for, show
 from lightning_actprune import Keep, convert, measure_sensitivity, revert
-from lightning_actprune.analysis.measured_bits import BitsProbe
+from lightning_actprune.analysis.measured_bits import choose_bits
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.analysis.second_backward import SecondBackward
 from lightning_actprune.config import Config
-from lightning_actprune.convert import convert_layers, new_owner
 
 KEYS = "model", "steps", "setting"
 FIGURES = "bits", "predicted", "actual", "kept"
@@ -128,20 +127,8 @@ class Study:
 
     def of_bound(self, bound: float) -> Record:
         """Return the figures of the whole gradient with the bits that a bound leads to."""
-        config, owner = Config("max"), new_owner("bound")
-        convert_layers(self.model, config, owner)
-        probe = BitsProbe(self.model, owner, config)
-        probe.open()
-        loss = self._forward()
-        probe.backward_starts(loss)
-        loss.backward()
-        probe.backward_ends()
-        probe.close()
-        choice = probe.choose(bound, lambda numbers: numbers, mean_over=1)
-        revert(self.model)
-        assert choice is not None
-        rules = {name: bits and Keep(bits, min_rows_for_low_bits=0) for name, bits in choice.bits.items()}
-        convert_layers(self.model, Config("max", rules=rules).finer(choice.finer), owner)
+        choice = choose_bits(self.model, lambda: self.loss(None), bound, seed=1)
+        convert(self.model, "max", rules=choice.rules(Config("max")))
         return {**_figures(choice.average, choice.error, *self._compare()), "finer": choice.finer}
 
     def _forward(self) -> Tensor:

@@ -70,6 +70,11 @@ class BitsChoice(NamedTuple):
     others: float
     finer: int
 
+    def rules(self, config: Config) -> dict[str, Keep | None]:
+        """Return the choice as rules beside ``config``."""
+        layers = {escape_glob(name): bits and Keep(bits, min_rows_for_low_bits=0) for name, bits in self.bits.items()}
+        return config.finer_rules(self.finer) | {name: keep or None for name, keep in layers.items()}
+
 
 class BitsProbe:
     """Finds out in one training step in how many bits the converted layers should keep their inputs.
@@ -300,7 +305,14 @@ def choose_rules(
         >>> sorted(choose_rules(model, lambda: model(x).square().mean(), 0.1))
         ['0', '2']
     """
-    config, owner = Config(preset), new_owner("choose_rules()")
+    return choose_bits(model, loss, max_error, preset, seed=seed).rules(Config(preset))
+
+
+def choose_bits(
+    model: nn.Module, loss: Callable[[], Tensor], max_error: float, preset: PresetName = "max", *, seed: int = 0
+) -> BitsChoice:
+    """Return the choice behind ``choose_rules``, which has the same arguments."""
+    config, owner = Config(preset), new_owner("choose_bits()")
     check_share(max_error, "max_error")
     grads = [(parameter, parameter.grad) for parameter in check_model(model).parameters()]
     convert_layers(model, config, owner)
@@ -324,10 +336,7 @@ def choose_rules(
         raise ValueError(
             "The gradient of `loss` is zero or not finite, so it has no relative error. HINT: lower the loss scale."
         )
-    return config.finer_rules(choice.finer) | {
-        escape_glob(name): None if bits is None else Keep(bits, min_rows_for_low_bits=0)
-        for name, bits in choice.bits.items()
-    }
+    return choice
 
 
 def set_bits(model: nn.Module, report: ConversionReport, bits: Mapping[str, int | None]) -> None:

@@ -177,7 +177,7 @@ def _parameter_at(node: Any) -> Tensor | None:
 
 
 def _parameters_of(node: Node) -> Iterator[tuple[int, Tensor]]:
-    """Yield the parameters that an operation reads, as they are or cast, and the places of their gradients."""
+    """Yield each parameter that an operation reads, perhaps after a cast, with the place of its gradient."""
     for place, (before, _) in enumerate(node.next_functions):
         for _ in range(_CASTS):
             if before is not None and before.name().startswith(_CAST):
@@ -188,7 +188,7 @@ def _parameters_of(node: Node) -> Iterator[tuple[int, Tensor]]:
 
 
 def _runner(node: Any) -> Callable[..., Any] | None:
-    """Return what runs an operation's backward, ``None`` if that may have side effects."""
+    """Return a function that runs an operation's backward, ``None`` if that may have side effects."""
     if not isinstance(node, BackwardCFunction):
         return node if callable(node) else None
     function = getattr(node, "_forward_cls", None)

@@ -198,7 +198,7 @@ def points_of(steps: float) -> list[int]:
 
 
 def _has_room(peak: int, trainer: pl.Trainer, device: torch.device) -> bool:
-    """Return whether a GPU has room for a step of this peak, a bit more bits, and the state of the optimizers."""
+    """Return True if a GPU has room for a step of this peak with a few more bits, and for the state of optimizers."""
     if device.type != "cuda":
         return True
     states = (
@@ -278,7 +278,7 @@ class FirstBatchProbe:
         self._measures_again, self._points = False, None
 
     def is_due(self, trainer: pl.Trainer, device: torch.device) -> bool:
-        """Return whether bits should be measured again in this batch, which then runs eagerly.
+        """Return True if this batch shows the bits once more; it then runs eagerly.
 
         The bits of a first batch may be too few, or more than it takes, once the training has gone on. A step with a
         second backward must not be what runs out of memory, though: there has to be room for one as large as the first

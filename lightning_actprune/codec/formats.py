@@ -200,7 +200,7 @@ def other_errors(counts: Counter[int]) -> Iterator[None]:
 
 
 def errs_again(bits: int, count: int) -> bool:
-    """Return whether ``other_errors`` is open for ``count`` values that are read."""
+    """Return True if ``other_errors`` is open, and count the values that are read."""
     counts = None if is_compiling() else getattr(_reading, "counts", None)
     if counts is not None:
         counts[bits] += count
