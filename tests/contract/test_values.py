@@ -82,6 +82,7 @@ def test_errors_are_unbiased(case: Case, device: torch.device):
 
 
 @pytest.mark.cases(lambda case: case.exact != ("*",))
+@torch.backends.cudnn.flags(deterministic=True)
 def test_a_second_backward_errs_as_much_and_changes_nothing(case: Case, device: torch.device):
     dense, ours = case.pair(Keep(bits=4), device)
     x = torch.cat([case.input(device).detach()] * 16, case.batch).requires_grad_()
