@@ -129,7 +129,7 @@ class Study:
         """Return the figures of the whole gradient with the bits that a bound leads to."""
         choice = choose_bits(self.model, lambda: self.loss(None), bound, seed=1)
         convert(self.model, "max", rules=choice.rules(Config("max")))
-        return {**_figures(choice.average, choice.error, *self._compare()), "finer": choice.finer}
+        return {**_figures(choice.average, choice.error, *self._compare()), "operators": choice.operators}
 
     def _forward(self) -> Tensor:
         self.model.zero_grad()

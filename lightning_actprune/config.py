@@ -67,6 +67,7 @@ Selection = Literal["largest", "swap", "unbiased"]
 Operator = Literal[
     "linear", "convolution", "activation", "norm", "affine", "scale", "saved", "query", "key", "value", "attention_out"
 ]
+Family = Literal["activation", "norm", "saved", "attention"]
 PresetName = Literal["paper", "balanced", "max", "recompute"]
 _Class = TypeVar("_Class")
 
@@ -83,6 +84,14 @@ at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; ``benchmarks/tune.py features``).
 SAVED: tuple[Operator, ...] = "saved", "query", "key", "value", "attention_out"
 """Tensors that operations outside of supported layers save. The last four are the inputs and the result of fused
 attention, which are kept as ``saved`` says unless a preset or a rule names them."""
+FAMILIES: dict[Operator, tuple[Family, ...]] = {
+    "activation": ("activation",),
+    "norm": ("norm",),
+    "affine": ("norm",),
+    "scale": ("norm", "saved"),
+    **dict.fromkeys(SAVED[1:], ("attention",)),
+}
+"""Where values of operators are read whose bits ``with_bits`` changes."""
 TYPE = "type:"
 """Prefix of a pattern that names an operator."""
 OPERATION = "operation:"
@@ -397,20 +406,21 @@ class Config:
         object.__setattr__(fitted, "_base", base)
         return fitted
 
-    def finer(self, sizes: int) -> Config:
-        """Return the same with more bits for what is no input of a layer with a weight: by ``sizes`` of ``BITS``."""
-        finer = copy(self)
-        more = {pattern.removeprefix(TYPE): keep for pattern, keep in self.finer_rules(sizes).items()}
-        object.__setattr__(finer, "_base", {**self._base, **more})
-        return finer
+    def with_bits(self, bits: Mapping[Operator, int]) -> Config:
+        """Return the same with other bits for some operators that the preset covers."""
+        changed = copy(self)
+        more = {operator: replace(self._base[operator], bits=each) for operator, each in bits.items()}
+        object.__setattr__(changed, "_base", {**self._base, **more})
+        return changed
 
-    def finer_rules(self, sizes: int) -> dict[str, Keep | None]:
-        """Return the settings that ``finer`` changes, as rules; the one of all saved tensors is the last."""
-        found: dict[str, Keep | None] = {}
-        for operator, keep in sorted(self._base.items(), key=lambda pair: pair[0] == "saved") if sizes else ():
-            if keep.bits is not None and not drops_blocks([operator]):
-                found[TYPE + operator] = replace(keep, bits=BITS[min(BITS.index(keep.bits) + sizes, len(BITS) - 1)])
-        return found
+    def operators_in(self, family: Family, bits: int) -> list[Operator]:
+        """Return the operators that keep values of ``family`` in these bits, by the preset and not by a rule."""
+        found = (operator for operator, families in FAMILIES.items() if family in families)
+        return [each for each in found if self.rule_of([""], each) is None and self._bits_of(each) == bits]
+
+    def _bits_of(self, operator: Operator) -> int | None:
+        keep = self._base.get(operator)
+        return None if keep is None else keep.bits
 
     def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:
         """Return the pattern of the rule that applies to a layer with these names, ``None`` if no rule does.

@@ -8,25 +8,29 @@ are in proportion to ``1 / (2^v - 1)`` for v bits, so errors at other bits follo
 The weight gradients of the step contain errors ``E`` themselves: their squared norm is ``|G|^2 + E`` in the mean.
 
 What other operators keep brings errors into gradients, too, and a second backward measures all of these in one number
-(``analysis.second_backward``). They are part of the error that is bounded. Other operators get more bits if fewer bytes
-are kept then in all: one size more divides their square by 4.6 at least, from three bits to four.
+(``analysis.second_backward``). They are part of the error that is bounded. If they take more than half of the bound (of
+its square), a batch each shows what each ``Kind`` of their values brings. Kinds get more bits if fewer bytes are kept
+then in all: errors are in proportion to ``1 / (2^v - 1)`` there, too.
+
+No kind gets fewer bits than the settings say. For attention that would not be safe: its backward computes
+probabilities anew from query and key, so errors grow exponentially with the sharpness that it learns.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from glob import escape as escape_glob
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
-from lightning_actprune.analysis.second_backward import LEAST_GRADIENT, SecondBackward
+from lightning_actprune.analysis.second_backward import LEAST_GRADIENT, Kind, SecondBackward
 from lightning_actprune.analysis.sensitivity import (
     ErrorWatcher,
     LayerSensitivity,
@@ -39,7 +43,7 @@ from lightning_actprune.analysis.sensitivity import (
     weights_in,
 )
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.config import BITS, Config, Keep, PresetName, check_model, check_share
+from lightning_actprune.config import BITS, TYPE, Config, Family, Keep, Operator, PresetName, check_model, check_share
 from lightning_actprune.convert import convert_layers, is_converted, new_owner, revert, revert_layers
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
@@ -49,8 +53,9 @@ _TOO_LARGE, _WORTH = 1.25, 0.9
 """How much of the bound an error, and of the bytes a new choice, may be until bits change in a training."""
 _SHARED = 0.5
 """Share of the square of the expected error below which a layer reads what was stored in more bits."""
-_FINER = (7 / 15) ** 2
-"""By how much one size more of bits lowers the square of an error, at least (``config.BITS``)."""
+_MATTERS = 0.5
+"""Share of the square of the bound above which errors of other operators are measured kind by kind."""
+_KINDS = [Kind(family, bits) for family in (*get_args(Family), None) for bits in BITS]
 
 
 class BitsChoice(NamedTuple):
@@ -61,25 +66,54 @@ class BitsChoice(NamedTuple):
         average: Bits of a value over all of them, without headers of blocks.
         error: Predicted error of the gradient of all parameters, relative to its norm.
         others: The part of it that is not from these layers.
-        finer: How many sizes of bits other operators get more.
+        operators: Bits of other operators that get more than the settings say.
     """
 
     bits: dict[str, int | None]
     average: float
     error: float
     others: float
-    finer: int
+    operators: dict[Operator, int]
 
     def rules(self, config: Config) -> dict[str, Keep | None]:
         """Return the choice as rules beside ``config``."""
         layers = {escape_glob(name): bits and Keep(bits, min_rows_for_low_bits=0) for name, bits in self.bits.items()}
-        return config.finer_rules(self.finer) | {name: keep or None for name, keep in layers.items()}
+        base = config.with_bits(self.operators)
+        operators = {TYPE + operator: base.keep_of_all(operator) for operator in self.operators}
+        return operators | {name: keep or None for name, keep in layers.items()}
+
+
+class _Measured(NamedTuple):
+    """What the first of the batches has shown.
+
+    Args:
+        layers: Each layer with its numbers (``_ConvertedLayer.numbers``) and the square of its exact gradient.
+        total: Square of the whole gradient.
+        others: Square of the error from other operators, relative to it.
+        counts: How many values other operators keep, by their kind.
+    """
+
+    layers: list[tuple[_ConvertedLayer, list[float], float]]
+    total: float
+    others: float
+    counts: dict[Kind, float]
+
+
+class _Candidate(NamedTuple):
+    """A possible choice: the settings of layers, bits of kinds that get more, what is kept, and squares of errors."""
+
+    layers: dict[str, LayerSensitivity]
+    kinds: dict[Kind, int]
+    nbytes: float
+    others: float
+    error: float
 
 
 class BitsProbe:
-    """Finds out in one training step in how many bits the converted layers should keep their inputs.
+    """Finds out in training steps in how many bits the converted layers should keep their inputs.
 
-    It measures linear layers and convolutions that keep all blocks in few bits and whose weight is trained.
+    It measures linear layers and convolutions that keep all blocks in few bits and whose weight is trained. Open it in
+    one batch after the other until ``choose`` returns a choice.
 
     Args:
         model: The module that holds the layers.
@@ -100,15 +134,52 @@ class BitsProbe:
             if layer.bits and not layer.highest_sparsity:
                 setting = Setting(8, 0.0, layer.block_size, layer.keep.topk_over)
                 self._layers[module] = _ConvertedLayer(fqns, module, (setting,), weights)
-        self._watcher = ErrorWatcher(self._layers)
+        self._config = config
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._kind: Kind | None = None
+        """What errs again in the next batch; everything in the first one."""
+        self._measured: _Measured | None = None
+        self._energies: dict[Kind, float] = {}
+        self._start()
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether the next batch shows what is missing for a choice."""
+        return self._kind is not None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the batches so far have shown, for a checkpoint."""
+        found = self._measured
+        assert found is not None
+        layers = {layer.name: (row, square) for layer, row, square in found.layers}
+        counts, energies = ([(*kind, each) for kind, each in of.items()] for of in (found.counts, self._energies))
+        kinds = {"counts": counts, "energies": energies, "kind": self._kind and tuple(self._kind)}
+        return {"layers": layers, "total": found.total, "others": found.others, **kinds}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batches of a checkpoint."""
+        by_name = {layer.name: layer for layer in self._layers.values()}
+        layers = [(by_name[name], row, square) for name, (row, square) in state["layers"].items() if name in by_name]
+        counts, self._energies = ({Kind(*kind): each for *kind, each in state[name]} for name in ("counts", "energies"))
+        self._measured = _Measured(layers, state["total"], state["others"], counts)
+        self._kind = state["kind"] and Kind(*state["kind"])
+
+    def _start(self) -> None:
+        """Forget a batch that came to nothing."""
+        first = self._layers if self._kind is None else {}
+        for measured in first.values():
+            measured.batch, measured.own, measured.nbytes = None, [], []
+        # The first batch may have shown that a layer is better left dense.
+        watched = [measured for measured in first.values() if is_converted(measured.layer)]
+        self._watcher = ErrorWatcher({measured.layer: measured for measured in watched})
         self._squares: dict[Tensor, Tensor] = {}
         self._others: list[Tensor] = []
-        self._counts: Counter[int] = Counter()
+        self._counts: Counter[Kind] = Counter()
         self._second: SecondBackward | None = None
 
     def open(self) -> None:
-        """Watch the layers."""
+        """Watch the next batch."""
+        self._start()
         self._watcher.open()
 
     def close(self) -> None:
@@ -120,7 +191,7 @@ class BitsProbe:
         """Measure in the backward of a loss which errors come from other operators."""
         self._end_second()
         weights = {weight for layer in self._layers.values() for weight in layer.weights}
-        self._second = SecondBackward(loss, apart=weights)
+        self._second = SecondBackward(loss, weights if self._kind is None else (), self._kind)
 
     def _end_second(self) -> None:
         if self._second is not None:
@@ -145,7 +216,9 @@ class BitsProbe:
         mean_over: int,
         current: Mapping[str, int | None] | None = None,
     ) -> BitsChoice | None:
-        """Return the bits of all layers that were called, ``None`` if there was no gradient, or no finite one.
+        """Return the bits of all layers that were called, ``None`` if the next batch has to be measured, too.
+
+        That is if there was no gradient, or no finite one, or if the errors of another kind are needed.
 
         Args:
             max_error: See ``ActivationPruning``.
@@ -154,54 +227,121 @@ class BitsProbe:
             current: Bits that were chosen before. They stay unless the error is a fourth above the bound, or others
                 keep a tenth less.
         """
+        if not self._add_batch(over_ranks, mean_over):
+            return None
+        found, bound = self._measured, max_error**2
+        assert found is not None
+        best = self._allocate(max_error, {})
+        if current is not None:
+            now = self._with({row.fqn: row for row in self._options({}) if row.bits == current.get(row.fqn)}, {})
+            if now.error < _TOO_LARGE**2 * bound and best.nbytes > _WORTH * now.nbytes:
+                return self._choice(now)
+        if found.others > _MATTERS * bound:
+            self._kind = next((kind for kind in self._kinds_with_more() if kind not in self._energies), None)
+            if self._kind is not None:
+                return None
+            best = self._with_more_bits(max_error, best)
+        return self._choice(best)
+
+    def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> bool:
+        """Add up what a batch has shown over the ranks; return True if it shows anything."""
         whole = sum_of(self._squares.values())
         zero = torch.zeros_like(whole)
-        others = torch.stack([zero, zero, sum_of(self._others).to(whole), whole, zero])
-        numbers = torch.stack([others, *(m.numbers(self._squares).to(whole) for m in self._layers.values())])
+        numbers = torch.stack([zero, zero, sum_of(self._others).to(whole), whole, zero])[None]
+        if self._measured is None:
+            layers = [measured.numbers(self._squares).to(whole) for measured in self._layers.values()]
+            numbers = torch.cat([numbers, *(row[None] for row in layers)])
         numbers[:, :3] /= mean_over
-        counts = numbers.new_tensor([[*(self._counts[bits] for bits in BITS), 0]])
-        counts, (_, _, noise, total, _), *rows = over_ranks(torch.cat([counts, numbers])).tolist()
-        # The first batch may also have shown that a layer is better left dense.
-        left = [m if is_converted(m.layer) else None for m in self._layers.values()]
+        counts = numbers.new_tensor([self._counts[kind] for kind in _KINDS])
+        summed = over_ranks(torch.cat([counts, numbers.flatten()])).tolist()
+        counted, flat = summed[: len(_KINDS)], summed[len(_KINDS) :]
+        (_, _, noise, total, _), *rows = (flat[at : at + 5] for at in range(0, len(flat), 5))
+        left = [m if is_converted(m.layer) else None for m in self._layers.values()] if rows else []
         found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[3]]
         if not total or not all(map(math.isfinite, (total, noise, *(number for _, row in found for number in row)))):
-            return None
+            return False
         exact = [max(square - own, LEAST_GRADIENT * square) for _, (_, _, own, square, _) in found]
         total -= math.fsum(row[3] for _, row in found) - math.fsum(exact)
         total = max(total - noise, LEAST_GRADIENT * total)
+        if self._measured is None:
+            each = [(m, row, square) for (m, row), square in zip(found, exact, strict=True)]
+            kinds = {kind: count for kind, count in zip(_KINDS, counted, strict=True) if count}
+            self._measured = _Measured(each, total, noise / total, kinds)
+        elif self._kind is not None:
+            self._energies[self._kind] = noise / total
+        return True
 
-        def options(finer: int) -> list[LayerSensitivity]:
-            return [
-                m.row(bits, energy, square, total, nbytes)
-                for (m, (error, expected, own, _, nbytes)), square in zip(found, exact, strict=True)
-                for bits, energy in _energies(error, expected, own, finer)
+    def _kinds_with_more(self) -> list[Kind]:
+        """Return the kinds that may get more bits: no rule names these, and there are more."""
+        found = self._measured.counts if self._measured else {}
+        return [
+            kind
+            for kind in found
+            if kind.family and kind.bits < BITS[-1] and self._config.operators_in(kind.family, kind.bits)
+        ]
+
+    def _with_more_bits(self, max_error: float, best: _Candidate) -> _Candidate:
+        """Return the choice of fewest bytes; kinds get one size of bits more after the other, as that takes fewest."""
+        while True:
+            kinds = {kind: best.kinds.get(kind, kind.bits) for kind in self._energies}
+            more = [
+                self._allocate(max_error, {**best.kinds, kind: BITS[BITS.index(bits) + 1]})
+                for kind, bits in kinds.items()
+                if bits < BITS[-1]
             ]
+            bound = max_error**2 * (1 + 1e-9)  # sums are rounded
+            candidate = min(more, key=lambda each: (max(each.error, bound), each.nbytes), default=None)
+            if candidate is None or (best.error <= bound and candidate.nbytes >= best.nbytes):
+                return best
+            best = candidate
 
-        def kept_bytes(chosen: Mapping[str, LayerSensitivity], finer: int) -> float:
-            sizes = [BITS[min(at + finer, len(BITS) - 1)] for at in range(len(BITS))]
-            others = math.fsum(count * bits / 8 for count, bits in zip(counts[:-1], sizes, strict=True))
-            return others + math.fsum(row.nbytes for row in chosen.values())
+    def _allocate(self, max_error: float, kinds: dict[Kind, int]) -> _Candidate:
+        """Return the settings of layers of fewest bytes that meet the bound, if any do, with these bits of kinds."""
+        left = max_error**2 - self._others_with(kinds)
+        report = SensitivityReport(self._options(kinds), [], 1, 0, "sample")
+        chosen = report.allocate(math.sqrt(max(left, 0.0)), min(1.0, LAYER_SHARE * max_error))
+        return self._with(chosen, kinds)
 
-        def error_of(chosen: Mapping[str, LayerSensitivity], finer: int) -> float:
-            return math.sqrt(math.fsum(row.share**2 for row in chosen.values()) + noise * _FINER**finer / total)
+    def _with(self, layers: dict[str, LayerSensitivity], kinds: dict[Kind, int]) -> _Candidate:
+        found = self._measured
+        assert found is not None
+        nbytes = math.fsum(count * kinds.get(kind, kind.bits) / 8 for kind, count in found.counts.items())
+        nbytes += math.fsum(row.nbytes for row in layers.values())
+        others = self._others_with(kinds)
+        return _Candidate(layers, kinds, nbytes, others, others + math.fsum(row.share**2 for row in layers.values()))
 
-        choices = []
-        for finer in range(len(BITS)):
-            left = max_error**2 - noise * _FINER**finer / total
-            if left > 0 or finer == len(BITS) - 1:
-                report = SensitivityReport(options(finer), [], 1, 0, "sample")
-                chosen = report.allocate(math.sqrt(max(left, 0.0)), min(1.0, LAYER_SHARE * max_error))
-                choices.append((kept_bytes(chosen, finer), chosen, finer))
-        nbytes, chosen, finer = min(choices, key=lambda choice: choice[0])
-        if current is not None:
-            now = {row.fqn: row for row in options(0) if row.bits == current.get(row.fqn)}
-            if error_of(now, 0) < _TOO_LARGE * max_error and nbytes > _WORTH * kept_bytes(now, 0):
-                chosen, finer = now, 0
-        sizes = {m.name: row[-1] for m, row in found}
+    def _others_with(self, kinds: Mapping[Kind, int]) -> float:
+        """Return the square of the error from other operators."""
+        found = self._measured
+        assert found is not None
+        less = math.fsum(self._energies[kind] * (1 - ratio(bits) / ratio(kind.bits)) for kind, bits in kinds.items())
+        return max(found.others, math.fsum(self._energies.values())) - less
+
+    def _options(self, kinds: Mapping[Kind, int]) -> list[LayerSensitivity]:
+        """Return the settings of layers."""
+        found = self._measured
+        assert found is not None
+        shared = {bits: min([kinds.get(k, k.bits) for k in found.counts if k.bits == bits] or [bits]) for bits in BITS}
+        rows = []
+        for layer, (error, expected, own, _, nbytes), square in found.layers:
+            there = shared.get(_bits_of_reader(error, expected, own), 0)
+            for bits in (*BITS, None):
+                energy = error * ratio(bits and max(bits, there))
+                rows.append(layer.row(bits, energy, square, found.total, 0.0 if bits and bits <= there else nbytes))
+        return rows
+
+    def _choice(self, candidate: _Candidate) -> BitsChoice:
+        found = self._measured
+        assert found is not None
+        sizes = {layer.name: row[-1] for layer, row, _ in found.layers}
         values = max(math.fsum(sizes.values()), 1.0)
-        average = math.fsum((row.bits or 16) * sizes[name] for name, row in chosen.items()) / values
-        bits = {name: row.bits for name, row in chosen.items()}
-        return BitsChoice(bits, average, error_of(chosen, finer), error_of({}, finer), finer)
+        average = math.fsum((row.bits or 16) * sizes[name] for name, row in candidate.layers.items()) / values
+        operators: dict[Operator, int] = {}
+        for kind, bits in candidate.kinds.items():
+            for operator in self._config.operators_in(kind.family, kind.bits) if kind.family else ():
+                operators[operator] = max(bits, operators.get(operator, 0))
+        chosen = {name: row.bits for name, row in candidate.layers.items()}
+        return BitsChoice(chosen, average, math.sqrt(candidate.error), math.sqrt(candidate.others), operators)
 
 
 LAYER_SHARE = 3.0
@@ -234,7 +374,7 @@ class _ConvertedLayer(MeasuredLayer):
         """
         square = sum_of(squares[weight] for weight in self.weights if weight in squares)
         error = square.new_zeros(()) if self.batch is None else self.batch.sum().to(square.device)
-        errors = error, error * _ratio(self.ran_at), sum_of(self.own).to(square)
+        errors = error, error * ratio(self.ran_at), sum_of(self.own).to(square)
         return torch.stack([*errors, square, square.new_full((), sum(self.nbytes))])
 
     def row(self, bits: int | None, energy: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
@@ -255,27 +395,22 @@ class _ConvertedLayer(MeasuredLayer):
         )
 
 
-def _energies(error: float, expected: float, own: float, finer: int) -> Iterator[tuple[int | None, float]]:
-    """Yield the square of a layer's error at each number of bits.
+def _bits_of_reader(error: float, expected: float, own: float) -> int:
+    """Return the bits in which a norm keeps the input of a layer behind it, 0 if the layer reads its own.
 
-    If a layer reads what a norm in front of it keeps, it errs less than its own bits would let it. Fewer bits than
-    those of the norm change nothing then.
+    A layer that reads what a norm keeps errs less than its own bits would let it, and keeps nothing itself.
 
     Args:
-        error: Square of the error at eight bits.
+        error: Square of the layer's error at eight bits.
         expected: The same at the bits in which the step would keep the input alone.
         own: Square of the step's own error.
-        finer: See ``BitsChoice``.
     """
-    shared = 0
-    if 0 < own < _SHARED * expected:
-        nearest = min(BITS, key=lambda bits: abs(math.log(own / (error * _ratio(bits)))))
-        shared = BITS[min(BITS.index(nearest) + finer, len(BITS) - 1)]
-    for bits in (*BITS, None):
-        yield bits, error * _ratio(bits and max(bits, shared))
+    if not 0 < own < _SHARED * expected:
+        return 0
+    return min(BITS, key=lambda bits: abs(math.log(own / (error * ratio(bits)))))
 
 
-def _ratio(bits: int | None) -> float:
+def ratio(bits: int | None) -> float:
     """Return how many times larger the squared error is in ``bits`` bits than in eight."""
     return (255 / (2**bits - 1)) ** 2 if bits else 0.0
 
@@ -285,7 +420,7 @@ def choose_rules(
 ) -> dict[str, Keep | None]:
     """Return rules for ``convert(model, preset, rules=rules)`` by which the gradient errs by ``max_error`` at most.
 
-    One forward and one backward with the preset show which bits that takes. They leave no trace: parameters, gradients,
+    A few forwards and backwards with the preset show which bits that takes. They leave no trace: parameters, gradients,
     buffers, modes and torch's random numbers are as before.
 
     Args:
@@ -317,16 +452,21 @@ def choose_bits(
     grads = [(parameter, parameter.grad) for parameter in check_model(model).parameters()]
     convert_layers(model, config, owner)
     probe = BitsProbe(model, owner, config)
+    choice = None
     try:
-        for parameter, _ in grads:
-            parameter.grad = None
-        with unchanged(model, seed):
-            probe.open()
-            value = loss()
-            probe.backward_starts(value)
-            value.backward()  # type: ignore[no-untyped-call]
-            probe.backward_ends()
-        choice = probe.choose(max_error, lambda numbers: numbers, mean_over=1)
+        for _ in range(1 + len(_KINDS)):
+            for parameter, _ in grads:
+                parameter.grad = None
+            with unchanged(model, seed):
+                probe.open()
+                value = loss()
+                probe.backward_starts(value)
+                value.backward()  # type: ignore[no-untyped-call]
+                probe.backward_ends()
+                probe.close()
+            choice = probe.choose(max_error, lambda numbers: numbers, mean_over=1)
+            if choice is not None or not probe.needs_more:
+                break
     finally:
         probe.close()
         revert(model, owner)

@@ -12,9 +12,12 @@ the difference that reaches a parameter is a sample of the error that its gradie
 operations pass on. A parameter has many values, so its squared norm is close to the mean. No dense pass is needed, no
 second forward, and no graph is kept for longer: an operation runs again as soon as it has run.
 
-The second run uses plain torch in place of kernels. An operation that may not run twice passes on a random difference
-that is as large relative to its gradient as that of its output: functions written in Python may have side effects, such
-as the recomputation of a checkpoint. Blocks that are dropped are missing from both gradients, so they do not count.
+The second run uses plain torch in place of kernels. What comes before any difference and reads nothing that errs, such
+as the loss, does not run again. An operation that may not run twice passes on a random difference that is as large
+relative to its gradient as that of its output: functions written in Python may have side effects, such as the
+recomputation of a checkpoint. Blocks that are dropped are missing from both gradients, so they do not count.
+
+To know which operators bring the error, one batch each is measured in which those of one ``Kind`` alone err again.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +37,8 @@ from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.codec.formats import other_errors
+from lightning_actprune.config import Family
+from lightning_actprune.operators.readers import ATTENTION
 
 _MAY_RUN_TWICE = "lightning_actprune.", "torch.nn.modules."
 """Prefixes of the modules whose functions have a backward without side effects."""
@@ -42,10 +47,30 @@ _CASTS = 4
 _CAST = tuple(f"{name}Backward" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze"))
 """How the names of their nodes begin."""
 
+_FAMILIES: dict[str, Family] = {
+    "activation": "activation",
+    "gated": "activation",
+    "norm": "norm",
+    "channel_norm": "norm",
+}
+"""Families of the functions in these modules of ``operators``."""
+
 LEAST_GRADIENT = 0.01
 """Least share of the measured square of a gradient that is not taken for its own errors."""
 
 Grads = Sequence[Tensor | None]
+
+
+class Kind(NamedTuple):
+    """Stored values that are alike.
+
+    Args:
+        family: Which operators keep them; ``None`` for inputs of layers with a weight.
+        bits: In how many bits.
+    """
+
+    family: Family | None
+    bits: int
 
 
 class SecondBackward:
@@ -56,11 +81,12 @@ class SecondBackward:
     Args:
         loss: A number with a history, whose ``backward()`` comes next.
         apart: Parameters whose operations' own errors are measured apart, and are not in the second gradient.
+        only: What errs again; everything by default.
 
     Attributes:
         squares: The squared norm of the difference by parameter, fp64, of all that came so far.
         own: The squared norm of the error that the operation reading it brings itself, by parameter of ``apart``.
-        counts: How many values were read with another error, by their bits, without those of ``apart``.
+        counts: How many values were read with another error, by their kind, without those of ``apart``.
 
     Example:
         >>> from torch import nn
@@ -74,11 +100,11 @@ class SecondBackward:
         True
     """
 
-    def __init__(self, loss: Tensor, apart: Container[Tensor] = ()) -> None:
+    def __init__(self, loss: Tensor, apart: Container[Tensor] = (), only: Kind | None = None) -> None:
         self.squares: dict[Tensor, Tensor] = {}
         self.own: dict[Tensor, Tensor] = {}
-        self.counts: Counter[int] = Counter()
-        self._apart = apart
+        self.counts: Counter[Kind] = Counter()
+        self._apart, self._only = apart, only
         self._differences: dict[tuple[Node | None, int], Tensor] = {}
         # Python's object for a node of C++ is the same as long as somebody holds it.
         self._handles: list[tuple[Node, RemovableHandle]] = []
@@ -126,23 +152,34 @@ class SecondBackward:
         return hook
 
     def _run_again(self, node: Node) -> Callable[[Grads, Grads], None]:
-        again = _runner(node)
+        again, family = _runner(node), _family(node)
         apart = {place: parameter for place, parameter in _parameters_of(node) if parameter in self._apart}
+        errs = not apart and (self._only is None or self._only.family == family)
+        bits = None if self._only is None else self._only.bits
 
         @torch.no_grad()
         def hook(results: Grads, grads: Grads) -> None:
-            differences = self._take(node, grads)
-            second = [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)]
-            counts = None if apart else self.counts
-            found = None if again is None else _differences(again, second, results, counts)
-            for place, difference in enumerate(_random(results, grads, differences) if found is None else found):
-                before = node.next_functions[place]
-                if difference is not None:
-                    _add(self._differences, before, difference)
-            own = _differences(again, grads, results, Counter()) if apart and again is not None else None
+            own = _differences(again, grads, results, Counter(), None, apart) if apart and again is not None else None
             for place, difference in enumerate(own or ()):
-                if place in apart and difference is not None:
+                if difference is not None:
                     _add(self.own, apart[place], _square(difference))
+            differences, counts = self._take(node, grads), Counter[int]() if errs else None
+            if all(d is None for d in differences) and (again is None or not (errs and _may_read(node))):
+                return
+            found = None
+            if again is not None:
+                second = [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)]
+                differences = [None] * len(second)  # sums are in their memory
+                found = _differences(again, second, results, counts, bits)
+                if found is None:
+                    differences = [
+                        None if g is None or s is None else s - g for g, s in zip(grads, second, strict=True)
+                    ]
+            for place, difference in enumerate(_random(results, grads, differences) if found is None else found):
+                if difference is not None:
+                    _add(self._differences, node.next_functions[place], difference)
+            for each, count in (counts or {}).items():
+                self.counts[Kind(family, each)] += count
 
         return hook
 
@@ -195,30 +232,61 @@ def _runner(node: Any) -> Callable[..., Any] | None:
     return node.apply if function is not None and function.__module__.startswith(_MAY_RUN_TWICE) else None
 
 
+def _family(node: Any) -> Family | None:
+    """Return the family of an operation."""
+    if not isinstance(node, BackwardCFunction):
+        return "attention" if node.name() in ATTENTION else "saved"
+    module = getattr(getattr(node, "_forward_cls", None), "__module__", "")
+    return _FAMILIES.get(module.rpartition(".")[2]) if module.startswith(_MAY_RUN_TWICE[0]) else None
+
+
+def _may_read(node: Any) -> bool:
+    """Return True if an operation reads values in few bits, or is a function in Python, of which nobody knows."""
+    if isinstance(node, BackwardCFunction):
+        return True
+    counts: Counter[int] = Counter()
+    with force_backend("reference"), other_errors(counts):
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                getattr(node, name)
+    return bool(counts)
+
+
 def _differences(
-    again: Callable[..., Any], grads: Grads, results: Grads, counts: Counter[int] | None
+    again: Callable[..., Any],
+    grads: list[Tensor | None] | Grads,
+    results: Grads,
+    counts: Counter[int] | None,
+    bits: int | None,
+    places: Container[int] | None = None,
 ) -> list[Tensor | None] | None:
     """Return by how much an operation's results for ``grads`` differ; ``None`` if it does not run twice.
 
     Args:
         again: Runs it.
-        grads: Gradients of its outputs.
+        grads: Gradients of its outputs. A list is emptied as soon as it is not needed.
         results: Its results in the training, which the engine has reduced to the sizes of inputs.
         counts: Counts the values that are read with other errors; ``None`` if none are.
+        bits: Which values err again; all by default.
+        places: Of which results; all by default.
     """
     with ExitStack() as stack:
         if counts is not None:
             stack.enter_context(force_backend("reference"))
-            stack.enter_context(other_errors(counts))
+            stack.enter_context(other_errors(counts, bits))
         try:
             second = again(*grads)
             second = second if isinstance(second, tuple) else (second,)
             if len(second) != len(results):  # functions in Python also return None for what is no tensor
                 there = iter([x for x in second if x is not None])
                 second = [None if x is None else next(there) for x in results]
-            return [None if a is None or b is None else _subtract(b, a) for a, b in zip(results, second, strict=True)]
         except Exception:  # what it needs is gone, or there is no memory for it; the training goes on
             return None
+    if isinstance(grads, list):
+        grads.clear()
+    pairs = enumerate(zip(results, second, strict=True))
+    wanted = [(a, b) if places is None or place in places else (None, None) for place, (a, b) in pairs]
+    return [None if a is None or b is None else _subtract(b, a) for a, b in wanted]
 
 
 def _subtract(b: Tensor, a: Tensor) -> Tensor:
@@ -226,7 +294,11 @@ def _subtract(b: Tensor, a: Tensor) -> Tensor:
 
 
 def _sum(grad: Tensor | None, difference: Tensor | None) -> Tensor | None:
-    return grad if difference is None or grad is None else grad + difference
+    """Return the sum, in the memory of the difference if that has its type and layout."""
+    if difference is None or grad is None:
+        return grad
+    is_alike = difference.dtype == grad.dtype and difference.layout == grad.layout == torch.strided
+    return difference.add_(grad) if is_alike else grad + difference
 
 
 def _random(results: Grads, grads: Grads, differences: Grads) -> list[Tensor | None]:

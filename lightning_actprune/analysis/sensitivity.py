@@ -23,6 +23,7 @@ taken, again and again, until the bound is met.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import sys
@@ -170,15 +171,13 @@ class SensitivityReport:
             if row.error <= most or row.share < NO_GRADIENT * row.error:
                 options.setdefault(row.fqn, []).append(row)
         chosen = {fqn: min(rows, key=lambda row: (row.nbytes, row.share)) for fqn, rows in options.items()}
+        # What lowers the square most a byte is taken first; of equals the first, so the result is always the same.
+        queue = [(*_better(rows, chosen[fqn]), place, fqn) for place, (fqn, rows) in enumerate(options.items())]
+        heapq.heapify(queue)
         while math.fsum(row.share**2 for row in chosen.values()) > bound:
-            better = [
-                ((chosen[fqn].share ** 2 - row.share**2) / max(row.nbytes - chosen[fqn].nbytes, 1), row)
-                for fqn, rows in options.items()
-                for row in rows
-                if row.share < chosen[fqn].share
-            ]
-            _, row = max(better, key=lambda pair: pair[0])  # the first of equal ones, so the result is always the same
-            chosen[row.fqn] = row
+            _, at, place, fqn = heapq.heappop(queue)
+            chosen[fqn] = options[fqn][at]
+            heapq.heappush(queue, (*_better(options[fqn], chosen[fqn]), place, fqn))
         return chosen
 
     def suggest(self, max_error: float = 0.1, max_layer_error: float = 0.3) -> dict[str, Keep | None]:
@@ -230,6 +229,12 @@ class SensitivityReport:
         if row.bits is None and not row.sparsity:
             return None
         return Keep(row.bits, row.sparsity, self.block_size, self.topk_over, "largest", 1.0, 0)
+
+
+def _better(rows: Sequence[LayerSensitivity], now: LayerSensitivity) -> tuple[float, int]:
+    """Return by how much the best other setting of a layer changes the square a byte, and its place."""
+    changes = [(row.share**2 - now.share**2) / max(row.nbytes - now.nbytes, 1) for row in rows]
+    return min((change, place) for place, change in enumerate(changes))
 
 
 def _setting(row: LayerSensitivity) -> str:

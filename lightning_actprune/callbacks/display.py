@@ -100,13 +100,15 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
             f"anyway): {text}."
         )
     if decision.choice is not None and decision.choice.bits:
-        bits, average, error, others, finer = decision.choice
+        bits, average, error, others, operators = decision.choice
         counts = Counter("as it is" if each is None else f"{each} bits" for each in bits.values())
         text = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
+        named = ", ".join(f"{operator} ({each} bits)" for operator, each in operators.items())
+        extra = f". More bits than the preset's: {named}" if named else ""
         yield (
             f"Activation pruning: {format_count(len(bits), 'layer')} got {average:.2g} bits on average: {text}. The "
             f"predicted error of the gradient is {error:.2g}; {others:.2g} is from other operators"
-            f"{', which got more bits' if finer else ''}."
+            f"{extra}."
         )
 
 

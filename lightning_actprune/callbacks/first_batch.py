@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,12 +41,16 @@ from lightning_actprune.analysis.first_batch import (
 from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, set_bits
 from lightning_actprune.callbacks.progress import estimate_steps
 from lightning_actprune.codec.private import refusal
-from lightning_actprune.config import Config, drops_blocks, shorten
+from lightning_actprune.config import Config, Operator, drops_blocks, shorten
 from lightning_actprune.operators.sites import SiteDecisions
 from lightning_actprune.report import ConversionReport, LayerReport
 
 _FIRST_POINT = 100
 """Steps of a training before which bits are not measured again."""
+_SHARES = 0.01, 0.03, 0.1, 0.2, 0.35, 0.6
+"""After which shares of a training bits are measured again: errors grow most from a tenth to a half of it."""
+_POINTS = 100, 300, 1000, 3000, 10000, 30000
+"""The same in steps, for a training without an end."""
 _MORE = 1.15
 """How much more memory a later step may take than the one that was measured first."""
 _PATIENCE = 16
@@ -70,6 +74,10 @@ class Decision(NamedTuple):
     choice: BitsChoice | None = None
 
 
+BITS_STATE = "bits", "operators", "partial", "again", "peak"
+"""What a checkpoint has of bits that are measured."""
+
+
 class Decisions:
     """Decisions of first batches about the layers, and how long they hold."""
 
@@ -85,8 +93,10 @@ class Decisions:
         Layers without a reason have kept nothing yet and are dense until they do."""
         self.bits: dict[str, int | None] | None = None
         """Bits by name of the layers of which errors were measured; ``None`` before that."""
-        self.finer = 0
-        """How many sizes of bits all other operators have more than the settings say (``Config.finer``)."""
+        self.operators: dict[Operator, int] = {}
+        """Bits of other operators that have more than the settings say."""
+        self.partial: dict[str, Any] | None = None
+        """What batches have shown before the last one that a choice of bits needs (``BitsProbe.state``)."""
         self.again = 0
         """How many of the steps at which bits are measured again are over."""
         self.peak = 0
@@ -104,7 +114,7 @@ class Decisions:
     def forget(self) -> None:
         """Forget all decisions."""
         self.spread, self.retained, self.bits = None, None, None
-        self.finer = self.again = self.peak = 0
+        self.operators, self.partial, self.again, self.peak = {}, None, 0, 0
         self._decided, self._trial_model = frozenset(), None
 
     @property
@@ -138,11 +148,16 @@ class Decisions:
     def add_bits(self, choice: BitsChoice) -> None:
         """Record the bits of layers, and of other operators."""
         self.bits = (self.bits or {}) | choice.bits
-        self.finer += choice.finer
+        self.operators = self.operators | choice.operators
 
     def bits_state(self) -> dict[str, Any]:
         """Return the chosen bits for a checkpoint."""
-        return {"bits": self.bits, "finer": self.finer, "again": self.again, "peak": self.peak}
+        return {name: getattr(self, name) for name in BITS_STATE}
+
+    def load_bits_state(self, state: Mapping[str, Any]) -> None:
+        """Restore them from a checkpoint, which may be without any."""
+        for name in BITS_STATE:
+            setattr(self, name, state.get(name, getattr(self, name)))
 
     def add_trial_of(self, model: nn.Module) -> None:
         """Let decisions hold for the next training of ``model``: in this fit or, after ``Tuner``, in another."""
@@ -193,8 +208,8 @@ class Decisions:
 
 def points_of(steps: float) -> list[int]:
     """Return the optimizer steps of a training after which bits are measured again."""
-    found = (100, 1000, 10000) if math.isinf(steps) else (steps // 100, steps // 10, steps // 2)
-    return [int(point) for point in found if point >= _FIRST_POINT]
+    found = _POINTS if math.isinf(steps) else [int(share * steps) for share in _SHARES]
+    return [point for point in found if point >= _FIRST_POINT]
 
 
 def _has_room(peak: int, trainer: pl.Trainer, device: torch.device) -> bool:
@@ -274,8 +289,11 @@ class FirstBatchProbe:
         is_known = self.decisions.spread is not None and self.decisions.retained is None  # from a checkpoint, in part
         self._will_probe_energy = has_limit and sparsity > 0 and not is_known
         of_bits = [layer.fqn for layer in report.converted if drops_blocks([layer.operator])]
-        self._will_choose_bits = self._max_error is not None and bool(self.decisions.filter_undecided(of_bits))
-        self._measures_again, self._points = False, None
+        is_missing = self.decisions.bits is None or self.decisions.partial is not None
+        is_missing = is_missing or bool(self.decisions.filter_undecided(of_bits))
+        self._will_choose_bits = self._max_error is not None and bool(of_bits) and is_missing
+        self._measures_again = self.decisions.bits is not None and self.decisions.partial is not None
+        self._bits, self._points = None, None
 
     def is_due(self, trainer: pl.Trainer, device: torch.device) -> bool:
         """Return True if this batch shows the bits once more; it then runs eagerly.
@@ -331,8 +349,12 @@ class FirstBatchProbe:
             rank_zero_warn(f"{problem} All stay converted.")
             self._will_probe = False
         if self._will_choose_bits:
-            known = {} if self._measures_again else self.decisions.bits or {}
-            self._bits = BitsProbe(model, self._owner, self._config, known)
+            if self._bits is None:
+                known = {} if self._measures_again else self.decisions.bits or {}
+                config = self._config.with_bits(self.decisions.operators)
+                self._bits = BitsProbe(model, self._owner, config, known)
+                if self.decisions.partial is not None:
+                    self._bits.restore(self.decisions.partial)
             self._bits.open()
         if not self._will_probe:
             return
@@ -369,23 +391,22 @@ class FirstBatchProbe:
         Raises:
             MisconfigurationException: If no layer is left to convert; the rest of the fit would save nothing.
         """
-        bits = self._bits
         decision = self._judge_layers(trainer, model, report)
-        if bits is None:
+        if self._bits is None:
             return decision
-        bits.close()
-        self._bits = None
+        self._bits.close()
         assert self._max_error is not None
         mean_over = trainer.world_size if trainer.accumulate_grad_batches == 1 else 1  # else they are each rank's own
         current = self.decisions.bits if self._measures_again else None
-        choice = bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over, current)
-        if choice is None:  # with a loss scale that is too large: the next batch shows it
+        choice = self._bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over, current)
+        self.decisions.partial = self._bits.state() if self._bits.needs_more else None
+        if choice is None:  # the next batch shows it
             return decision
-        self._will_choose_bits = self._measures_again = False
+        self._bits, self._will_choose_bits, self._measures_again = None, False, False
         device = next(model.parameters()).device
         if device.type == "cuda":
             self.decisions.peak = torch.cuda.max_memory_allocated(device)
-        if current is not None and not choice.finer and choice.bits.items() <= current.items():
+        if current is not None and not choice.operators and choice.bits.items() <= current.items():
             return decision
         set_bits(model, report, choice.bits)
         self.decisions.add_bits(choice)
@@ -436,6 +457,7 @@ class FirstBatchProbe:
         """Close the probes and stop watching layers, whatever happened in the step."""
         self._end_watch()
         self._close_probes()
+        self._bits = None
         if self._added is not None:
             self._added.close()
             self._added = None
@@ -444,7 +466,7 @@ class FirstBatchProbe:
         for probe in (self._retention, self._energy, self._recomputations, self._bits):
             if probe is not None:
                 probe.close()
-        self._retention = self._energy = self._recomputations = self._bits = None
+        self._retention = self._energy = self._recomputations = None
 
 
 def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:

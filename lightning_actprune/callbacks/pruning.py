@@ -26,7 +26,7 @@ from lightning_actprune.callbacks.display import (
     tabulate_compiled,
     tabulate_decision,
 )
-from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe, TrialProbe
+from lightning_actprune.callbacks.first_batch import BITS_STATE, Decision, FirstBatchProbe, TrialProbe
 from lightning_actprune.callbacks.fit import (
     CurrentFit,
     TrainerCallback,
@@ -412,16 +412,17 @@ class ActivationPruning(TrainerCallback):
             revert(pl_module, self._owner)
             self._report = ConversionReport()
         else:
-            self._report = run_check(convert_layers, pl_module, config.finer(self._decisions.finer), self._owner)
+            config = config.with_bits(self._decisions.operators)
+            self._report = run_check(convert_layers, pl_module, config, self._owner)
         self._decisions.apply(pl_module, self._report)
         compression = find_hooks(pl_module, self._owner)
         self._decisions.saved = SiteDecisions() if compression is None else compression.decisions
         self._find_layers(pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Decision | None:
-        finer = self._decisions.finer
+        operators = self._decisions.operators
         decision = self._probe.batch_ends(trainer, pl_module, self._report)
-        if self._decisions.finer != finer:
+        if self._decisions.operators != operators:
             self._convert(pl_module)
         elif decision is not None:
             self._find_layers(pl_module)
@@ -491,7 +492,7 @@ class ActivationPruning(TrainerCallback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Restore the decisions of the checkpoint; warn if it was saved with other settings."""
         then, self._restored = self._restored or {}, None
-        results = "spread", "retained", "bits", "finer", "again", "peak", "saved", "memory_budget"
+        results = "spread", "retained", "saved", "memory_budget", *BITS_STATE
         now = {name: value for name, value in self.state_dict().items() if name not in results}
         by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
@@ -504,9 +505,9 @@ class ActivationPruning(TrainerCallback):
         if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
             self._convert(pl_module)
-        finer = then.get("finer", 0)
-        if finer != self._decisions.finer:
-            self._decisions.finer = finer
+        operators = then.get("operators", {})
+        if operators != self._decisions.operators:
+            self._decisions.operators = operators
             self._convert(pl_module)
         if not self._decisions.saved.load_state_dict(then.get("saved", SiteDecisions().state_dict())):
             rank_zero_warn(
@@ -515,7 +516,7 @@ class ActivationPruning(TrainerCallback):
             )
         if not decided:
             return None
-        self._decisions.again, self._decisions.peak = then.get("again", 0), then.get("peak", 0)
+        self._decisions.load_bits_state(then)
         found = then["spread"], then.get("retained"), then.get("bits")
         restored = self._decisions.restore(pl_module, self._report, *found)
         self._find_layers(pl_module)

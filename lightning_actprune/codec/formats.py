@@ -94,8 +94,8 @@ STEPS = 32
 HEADER_BYTES = 2
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 """The bits of each plane, lowest first, by the bits of a code."""
-PIECE = 2**22
-"""Values that are read at once with other errors."""
+PIECE = 2**20
+"""Values that are read at once with other errors: plain torch takes many times their memory."""
 _reading = threading.local()
 
 
@@ -146,13 +146,13 @@ def dequantize(values: Tensor, block_size: int, bits: int, dtype: torch.dtype) -
     """Return the values ``[nnz, block_size]`` in ``dtype`` of stored blocks, contiguous ``uint8 [nnz, row_bytes]``."""
     if not errs_again(bits, len(values) * block_size):
         return _read(values, block_size, bits, dtype)
-    # In pieces: plain torch takes many times the memory of the result.
     planes = [plane_bytes(block_size, plane) for plane in PLANES[bits]]
     parts = [*planes, values.shape[1] - HEADER_BYTES - sum(planes), HEADER_BYTES]
-    found = [_read(values, block_size, bits, dtype, first=0)[:0]]
+    found = values.new_empty(len(values), block_size, dtype=dtype)
     for first, piece in cut(values.flatten(), len(values), parts, max(1, PIECE // block_size)):
-        found.append(_read(piece.view(-1, values.shape[1]), block_size, bits, dtype, first=first))
-    return torch.cat(found)
+        read = _read(piece.view(-1, values.shape[1]), block_size, bits, dtype, first=first)
+        found[first : first + len(read)] = read
+    return found
 
 
 def cut(joined: Tensor, count: int, parts: Sequence[int], most: int) -> Iterator[tuple[int, Tensor]]:
@@ -186,25 +186,27 @@ def _read(values: Tensor, block_size: int, bits: int, dtype: torch.dtype, first:
 
 
 @contextmanager
-def other_errors(counts: Counter[int]) -> Iterator[None]:
+def other_errors(counts: Counter[int], only: int | None = None) -> Iterator[None]:
     """In this thread, stored values that plain torch reads err once more: by as much, and independently.
 
     Args:
-        counts: Gets the number of values that were read by their bits.
+        counts: Gets the number of values that were read so by their bits.
+        only: Bits of the values that do; by default all.
     """
-    before, _reading.counts = getattr(_reading, "counts", None), counts
+    before, _reading.how = getattr(_reading, "how", None), (counts, only)
     try:
         yield
     finally:
-        _reading.counts = before
+        _reading.how = before
 
 
 def errs_again(bits: int, count: int) -> bool:
-    """Return True if ``other_errors`` is open, and count the values that are read."""
-    counts = None if is_compiling() else getattr(_reading, "counts", None)
-    if counts is not None:
-        counts[bits] += count
-    return counts is not None
+    """Return True if values err once more (``other_errors``), and count them."""
+    how = None if is_compiling() else getattr(_reading, "how", None)
+    if how is None or how[1] not in (None, bits):
+        return False
+    how[0][bits] += count
+    return True
 
 
 def dither(headers: Tensor, block_size: int, bits: int, first: int = 0, seed: int = 0) -> Tensor:

@@ -432,13 +432,12 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     lost = codes[rows * sum(planes) :]
     if not formats.errs_again(stored.bits, count):
         return _multiply(grad, codes, lost, stored, dtype)
-    # In pieces: plain torch takes many times the memory of the result.
-    found, each = [grad[:0].to(dtype)], max(RUN, formats.PIECE // RUN * RUN)
+    found, each = torch.empty_like(grad, dtype=dtype), max(RUN, formats.PIECE // RUN * RUN)
     for first, piece in formats.cut(codes, rows, planes, each // ROW):
-        place = first * ROW
-        flags = lost[place // RUN : (place + each) // RUN]
-        found.append(_multiply(grad[place : place + each], piece, flags, stored, dtype, first=first))
-    return torch.cat(found)
+        part = slice(first * ROW, first * ROW + each)
+        flags = lost[part.start // RUN : part.stop // RUN]
+        found[part] = _multiply(grad[part], piece, flags, stored, dtype, first=first)
+    return found
 
 
 def _multiply(
