@@ -14,7 +14,8 @@ A setting is one of
 
     dense              keeps everything
     NAME[:SPARSITY]    a preset of the package on the whole model, such as `max` or `max:0.5`
-    error:BOUND        bits by the error of the first batch's gradient, such as `error:0.1`
+    error:BOUND        bits by the error of the gradient, such as `error:0.1`, as `max_error` of a fit chooses them: at
+                       the start, and again where they err too much
     S:B[:BITS[:SELECTION[:ENERGY]]]
                        linear layers of the blocks alone (convolutions where blocks have these): sparsity, block size,
                        bits of a kept value (16: as it is), `largest`, `swap` or `unbiased`, share of the energy that
@@ -72,8 +73,10 @@ from examples.classifier import cosine_factor, parameter_groups
 from examples.models import LANGUAGE_MODELS, MODELS, build_model
 from lightning_actprune import Keep, config, convert, revert
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
-from lightning_actprune.analysis.measured_bits import choose_rules
+from lightning_actprune.analysis.measured_bits import TOO_LARGE, choose_rules
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
+from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.callbacks.first_batch import points_of
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Rule
 from lightning_actprune.convert import is_converted, mark_layers
@@ -150,6 +153,7 @@ def compress(model: nn.Module, setting: str, batch: Batch, precision: str) -> li
         The kinds of layers that stay dense, since something else keeps their input.
     """
     base, *texts = setting.split("+")
+    revert(model)
     if base == "dense":
         return []
     rules: dict[str, Rule] = {pattern: keep_of(bits) for pattern, bits in (text.split("=") for text in texts)}
@@ -336,7 +340,7 @@ def training_loss(model: nn.Module, batch: Batch, precision: str) -> Tensor:
 class TrainStep:
     """One step of AdamW over static buffers, replayed from a CUDA graph where there is a GPU."""
 
-    def __init__(self, model: nn.Module, data: Data, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, data: Data, recipe: Recipe, before: TrainStep | None = None) -> None:
         cuda = data.device.type == "cuda"
         self.model, self.data, self.recipe = model, data, recipe
         self.choices = first_choices(data, recipe)
@@ -344,6 +348,11 @@ class TrainStep:
         self.loss_sum = torch.zeros((), device=data.device)
         groups = parameter_groups(model, recipe.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.lr, capturable=cuda, fused=cuda)
+        if before is not None:
+            self.optimizer.load_state_dict(before.optimizer.state_dict())
+            self.loss_sum = before.loss_sum
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
         self.peak_bytes: int | None = None
         self.graph = self.capture() if cuda else None
 
@@ -368,7 +377,13 @@ class TrainStep:
 
     def capture(self) -> torch.cuda.CUDAGraph:
         """Return a graph of one step; weights, buffers and optimizer state are then as they were before."""
-        tensors = *self.model.parameters(), *self.model.buffers()
+        weights = *self.model.parameters(), *self.model.buffers()
+        tensors = (
+            *weights,
+            self.loss_sum,
+            *(value for state in self.optimizer.state.values() for value in state.values()),
+        )
+        is_first = not self.optimizer.state
         initial = [tensor.detach().clone() for tensor in tensors]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -380,14 +395,13 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        self.peak_bytes = torch.cuda.max_memory_allocated() - sum(value.nbytes for value in initial)
+        self.peak_bytes = torch.cuda.max_memory_allocated() - sum(value.nbytes for value in initial[: len(weights)])
         with torch.no_grad():
             for tensor, value in zip(tensors, initial, strict=True):
                 tensor.copy_(value)
-        for state in self.optimizer.state.values():
+        for state in self.optimizer.state.values() if is_first else ():
             for value in state.values():
                 value.zero_()
-        self.loss_sum.zero_()
         return graph
 
 
@@ -396,13 +410,51 @@ def first_choices(data: Data, recipe: Recipe) -> Tensor:
     return data.draw(1, recipe.batch, torch.Generator().manual_seed(0))[0]
 
 
+class Bits:
+    """Follows the error of the gradient over a training, and chooses bits again as a fit does.
+
+    Args:
+        model: The model, compressed with the setting.
+        setting: The setting.
+        study: The study.
+    """
+
+    def __init__(self, model: nn.Module, setting: str, study: Study) -> None:
+        self.model, self.setting, self.precision = model, setting, study.recipe.precision
+        self.batch = study.data.batch(first_choices(study.data, study.recipe))
+        self.steps = study.recipe.epochs * study.recipe.batches
+        self.points = {*points_of(self.steps), 0, self.steps - 1} if setting != "dense" else set()
+        self.errors: list[tuple[int, float, float]] = []
+        """Steps, and the predicted error before and after bits changed."""
+
+    def change(self, step: int) -> bool:
+        """Return True if the bits after so many steps are others."""
+        bound = ERROR.fullmatch(self.setting)
+        before = after = self.error()
+        if bound and 0 < step < self.steps - 1 and before > TOO_LARGE * float(bound[1]):
+            compress(self.model, self.setting, self.batch, self.precision)
+            after = self.error()
+        self.errors.append((step, round(before, 5), round(after, 5)))
+        return after != before
+
+    def error(self) -> float:
+        """Return the predicted error of the gradient of a batch."""
+        with buffers_restored(self.model), torch.compiler.set_stance("force_eager"):
+            loss = training_loss(self.model, self.batch, self.precision)
+            with SecondBackward(loss) as second:
+                loss.backward()
+            found = second.relative_error(self.model.parameters())
+        self.model.zero_grad()
+        return found
+
+
 def train(
-    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None
+    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None, bits: Bits | None = None
 ) -> tuple[float, float, int | None]:
-    """Train `model`, for `epochs` of the recipe's if given.
+    """Train `model`, for `epochs` of the recipe's if given; `bits` may change on the way.
 
     Returns:
-        Mean loss of the last epoch, seconds without capture, and the most that a step allocates on a GPU.
+        Mean loss of the last epoch, seconds without captures, and the most that a step allocates on a GPU.
     """
     if recipe.compile is not None:
         torch.compiler.reset()  # the compiler keeps only so many versions of a block
@@ -410,15 +462,25 @@ def train(
             block.compile(backend=recipe.compile)
     step, batches, last = TrainStep(model, data, recipe), recipe.batches, epochs or recipe.epochs
     generator = torch.Generator().manual_seed(seed)
-    loss, start = math.nan, time.perf_counter()
+    loss, start, peak = math.nan, time.perf_counter(), step.peak_bytes
     for epoch in range(last):
         for i, choices in enumerate(data.draw(batches, recipe.batch, generator)):
-            step(choices, recipe.lr * cosine_factor(epoch * batches + i, recipe.epochs * batches, WARMUP))
+            done = epoch * batches + i
+            if bits is not None and done in bits.points:
+                begin = time.perf_counter()
+                if bits.change(done):
+                    torch.compiler.reset()
+                    for owner in owners_of(model):
+                        mark_layers(model, owner)
+                    step = TrainStep(model, data, recipe, step)
+                    peak = None if peak is None else max(peak, step.peak_bytes or 0)
+                start += time.perf_counter() - begin
+            step(choices, recipe.lr * cosine_factor(done, recipe.epochs * batches, WARMUP))
         loss = step.loss_sum.item() / batches  # waits for the GPU
         step.loss_sum.zero_()
         seconds = time.perf_counter() - start
         print(f"  epoch {epoch + 1}/{recipe.epochs}: loss {loss:.4f}, {seconds:.1f} s", flush=True)
-    return loss, time.perf_counter() - start, step.peak_bytes
+    return loss, time.perf_counter() - start, peak
 
 
 @torch.no_grad()
@@ -437,11 +499,15 @@ def evaluate(model: nn.Module, data: Data, precision: str, limit: int | None) ->
 @contextmanager
 def compiled_packing(model: nn.Module) -> Iterator[None]:
     """Pack what converted layers keep in the graphs of what is compiled inside."""
-    owners = {layer.owner for layer in model.modules() if is_converted(layer)}
     with CompiledPacking():
-        for owner in owners:
+        for owner in owners_of(model):
             mark_layers(model, owner)
         yield
+
+
+def owners_of(model: nn.Module) -> set[str]:
+    """Return the names of the conversions of a model."""
+    return {layer.owner for layer in model.modules() if is_converted(layer)}
 
 
 def allocated_beside(model: nn.Module) -> int:
@@ -457,15 +523,16 @@ def measure(study: Study, setting: str, seed: int, limit: int | None, keep: Path
     model = study.build(seed)
     batch = data.batch(first_choices(data, recipe))
     dense_kinds = compress(model, setting, batch, recipe.precision)
-    bits = stored_bits(model, setting, batch, recipe.precision)
-    before = allocated_beside(model)
+    stored = stored_bits(model, setting, batch, recipe.precision)
+    before, bits = allocated_beside(model), Bits(model, setting, study)
     with nullcontext() if recipe.compile is None else compiled_packing(model):
-        loss, seconds, peak = train(model, data, recipe, seed)
+        loss, seconds, peak = train(model, data, recipe, seed, bits=bits)
     accuracy = evaluate(model, data, recipe.precision, limit)
     if keep is not None:
         torch.save(model.state_dict(), keep)
     figures = {
-        "bits_per_value": bits,
+        "bits_per_value": max(stored, stored_bits(model, setting, batch, recipe.precision)),
+        "errors": bits.errors,
         "left_dense": dense_kinds,
         "accuracy": round(accuracy, 4),
         "final_loss": round(loss, 5),

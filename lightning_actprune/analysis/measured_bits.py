@@ -49,7 +49,7 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.report import ConversionReport
 
-_TOO_LARGE, _WORTH = 1.25, 0.9
+TOO_LARGE, _WORTH = 1.25, 0.9
 """How much of the bound an error, and of the bytes a new choice, may be until bits change in a training."""
 _SHARED = 0.5
 """Share of the square of the expected error below which a layer reads what was stored in more bits."""
@@ -67,6 +67,7 @@ class BitsChoice(NamedTuple):
         error: Predicted error of the gradient of all parameters, relative to its norm.
         others: The part of it that is not from these layers.
         operators: Bits of other operators that get more than the settings say.
+        more_bytes: How many bytes more than with the current bits a step keeps.
     """
 
     bits: dict[str, int | None]
@@ -74,6 +75,7 @@ class BitsChoice(NamedTuple):
     error: float
     others: float
     operators: dict[Operator, int]
+    more_bytes: float = 0.0
 
     def rules(self, config: Config) -> dict[str, Keep | None]:
         """Return the choice as rules beside ``config``."""
@@ -231,17 +233,17 @@ class BitsProbe:
             return None
         found, bound = self._measured, max_error**2
         assert found is not None
-        best = self._allocate(max_error, {})
+        best, now = self._allocate(max_error, {}), None
         if current is not None:
             now = self._with({row.fqn: row for row in self._options({}) if row.bits == current.get(row.fqn)}, {})
-            if now.error < _TOO_LARGE**2 * bound and best.nbytes > _WORTH * now.nbytes:
+            if now.error < TOO_LARGE**2 * bound and best.nbytes > _WORTH * now.nbytes:
                 return self._choice(now)
         if found.others > _MATTERS * bound:
             self._kind = next((kind for kind in self._kinds_with_more() if kind not in self._energies), None)
             if self._kind is not None:
                 return None
             best = self._with_more_bits(max_error, best)
-        return self._choice(best)
+        return self._choice(best)._replace(more_bytes=0.0 if now is None else best.nbytes - now.nbytes)
 
     def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> bool:
         """Add up what a batch has shown over the ranks; return True if it shows anything."""

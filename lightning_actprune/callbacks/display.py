@@ -100,7 +100,7 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
             f"anyway): {text}."
         )
     if decision.choice is not None and decision.choice.bits:
-        bits, average, error, others, operators = decision.choice
+        bits, average, error, others, operators, _ = decision.choice
         counts = Counter("as it is" if each is None else f"{each} bits" for each in bits.values())
         text = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
         named = ", ".join(f"{operator} ({each} bits)" for operator, each in operators.items())

@@ -222,8 +222,12 @@ def _has_room(peak: int, trainer: pl.Trainer, device: torch.device) -> bool:
     needed = _MORE * peak + sum(
         value.nbytes for value in states if isinstance(value, Tensor) and value.device == device
     )
-    free, _ = torch.cuda.mem_get_info(device)
-    return bool(peak and needed < free + torch.cuda.memory_reserved(device))
+    return bool(peak and needed < _room(device))
+
+
+def _room(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process has or can get."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def check_any_left(report: ConversionReport) -> None:
@@ -256,6 +260,8 @@ class FirstBatchProbe:
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
         self._bits: BitsProbe | None = None
+        self._open_bits: BitsProbe | None = None
+        """The same in a batch that it measures."""
         self._will_choose_bits = self._measures_again = False
         self._points: Sequence[int] | None = None
         self._idle: IdleLayers | None = None
@@ -341,21 +347,28 @@ class FirstBatchProbe:
             self._idle.close()
             self._idle = None
 
-    def batch_starts(self, model: nn.Module, batch: Any) -> None:
-        """Open the probes unless all is decided."""
+    def batch_starts(self, model: nn.Module, batch: Any, starts_step: bool) -> None:
+        """Open the probes unless all is decided.
+
+        Args:
+            model: The module that holds the layers.
+            batch: The batch.
+            starts_step: Whether gradients are of this batch alone: it is the first one of an optimizer step.
+        """
         self._close_probes()  # of a batch that was skipped
         problem = refusal("Finding out in the first batch which layers are better left dense", RetentionProbe.needs)
         if self._will_probe and problem is not None:
             rank_zero_warn(f"{problem} All stay converted.")
             self._will_probe = False
-        if self._will_choose_bits:
+        if self._will_choose_bits and starts_step:
             if self._bits is None:
                 known = {} if self._measures_again else self.decisions.bits or {}
                 config = self._config.with_bits(self.decisions.operators)
                 self._bits = BitsProbe(model, self._owner, config, known)
                 if self.decisions.partial is not None:
                     self._bits.restore(self.decisions.partial)
-            self._bits.open()
+            self._open_bits = self._bits
+            self._open_bits.open()
         if not self._will_probe:
             return
         self.decisions.saved.quiet.clear()  # tensors at new sites stay uncompressed, and would count as retained inputs
@@ -372,13 +385,13 @@ class FirstBatchProbe:
         """Look for references in Python while the graph still keeps what it needs, and nothing else does."""
         if self._retention is not None:
             self._retention.check_alive()
-        if self._bits is not None:
-            self._bits.backward_starts(loss)
+        if self._open_bits is not None:
+            self._open_bits.backward_starts(loss)
 
     def backward_ends(self) -> None:
         """Take note of the gradients of this batch."""
-        if self._bits is not None:
-            self._bits.backward_ends()
+        if self._open_bits is not None:
+            self._open_bits.backward_ends()
 
     def batch_ends(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
         """Change layers as this batch has shown, and return how; ``None`` if nothing was probed.
@@ -391,26 +404,40 @@ class FirstBatchProbe:
         Raises:
             MisconfigurationException: If no layer is left to convert; the rest of the fit would save nothing.
         """
+        bits = self._open_bits
         decision = self._judge_layers(trainer, model, report)
-        if self._bits is None:
+        self._close_probes()
+        if bits is None:
             return decision
-        self._bits.close()
         assert self._max_error is not None
         mean_over = trainer.world_size if trainer.accumulate_grad_batches == 1 else 1  # else they are each rank's own
         current = self.decisions.bits if self._measures_again else None
-        choice = self._bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over, current)
-        self.decisions.partial = self._bits.state() if self._bits.needs_more else None
+        choice = bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over, current)
+        self.decisions.partial = bits.state() if bits.needs_more else None
         if choice is None:  # the next batch shows it
             return decision
         self._bits, self._will_choose_bits, self._measures_again = None, False, False
         device = next(model.parameters()).device
-        if device.type == "cuda":
+        if device.type == "cuda" and not self.decisions.peak:
             self.decisions.peak = torch.cuda.max_memory_allocated(device)
         if current is not None and not choice.operators and choice.bits.items() <= current.items():
+            return decision
+        if current is not None and not self._may_take(trainer, choice.more_bytes, device):
+            rank_zero_warn(
+                f"The predicted error of the gradient is above `max_error={self._max_error:g}`, but a GPU has no room "
+                f"for {choice.more_bytes / 2**20:.0f} MiB more. Bits stay as they are. HINT: a smaller batch, or a "
+                "larger `max_error`."
+            )
             return decision
         set_bits(model, report, choice.bits)
         self.decisions.add_bits(choice)
         return (Decision([], {}) if decision is None else decision)._replace(choice=choice)
+
+    @staticmethod
+    def _may_take(trainer: pl.Trainer, nbytes: float, device: torch.device) -> bool:
+        """Return True if the GPUs of all ranks have room for so many bytes more than steps have needed so far."""
+        has_room = device.type != "cuda" or torch.cuda.max_memory_allocated(device) + nbytes < _room(device)
+        return trainer.strategy.reduce_boolean_decision(has_room, all=True)
 
     def _judge_layers(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
         """Make layers dense, or let them drop nothing; warn of those inside activation checkpoints.
@@ -463,10 +490,15 @@ class FirstBatchProbe:
             self._added = None
 
     def _close_probes(self) -> None:
-        for probe in (self._retention, self._energy, self._recomputations, self._bits):
+        for probe in (self._retention, self._energy, self._recomputations, self._open_bits):
             if probe is not None:
                 probe.close()
-        self._retention = self._energy = self._recomputations = None
+        self._retention = self._energy = self._recomputations = self._open_bits = None
+
+
+def starts_step(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Return True if a batch is the first of those whose gradients an optimizer step has."""
+    return batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
@@ -539,7 +571,7 @@ class TrialProbe(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._probe.batch_starts(pl_module, batch)
+        self._probe.batch_starts(pl_module, batch, starts_step(trainer, batch_idx))
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

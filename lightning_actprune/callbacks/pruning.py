@@ -26,7 +26,7 @@ from lightning_actprune.callbacks.display import (
     tabulate_compiled,
     tabulate_decision,
 )
-from lightning_actprune.callbacks.first_batch import BITS_STATE, Decision, FirstBatchProbe, TrialProbe
+from lightning_actprune.callbacks.first_batch import BITS_STATE, Decision, FirstBatchProbe, TrialProbe, starts_step
 from lightning_actprune.callbacks.fit import (
     CurrentFit,
     TrainerCallback,
@@ -311,7 +311,7 @@ class ActivationPruning(TrainerCallback):
         self._progress.follow(trainer)
         if self._budget is not None:
             self._budget.batch_starts(trainer, pl_module, batch)
-        self._probe.batch_starts(pl_module, batch)
+        self._probe.batch_starts(pl_module, batch, starts_step(trainer, batch_idx))
         if (self.cuda_graphs or self.verbose) and self._is_settled:
             self._tell(trainer, self._graphs.batch_starts(trainer, pl_module, batch_idx))
 

@@ -19,6 +19,7 @@ from lightning_actprune import ActivationPruning, Keep, convert
 from lightning_actprune.analysis import measured_bits
 from lightning_actprune.analysis.measured_bits import BitsChoice, BitsProbe, choose_rules
 from lightning_actprune.callbacks import first_batch
+from lightning_actprune.callbacks.first_batch import FirstBatchProbe
 from lightning_actprune.callbacks.pruning import _check_gradients
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, new_owner
@@ -114,7 +115,7 @@ def measured(monkeypatch) -> list[int]:
 
 
 def test_bits_are_measured_again_and_stay_where_they_do_well(measured, monkeypatch):
-    monkeypatch.setattr(measured_bits, "_TOO_LARGE", 9.0)
+    monkeypatch.setattr(measured_bits, "TOO_LARGE", 9.0)
     monkeypatch.setattr(measured_bits, "_WORTH", 0.0)
     pruning, often, once = ActivationPruning(max_error=0.1), Stack(), Stack()
     fit(often, pruning, max_epochs=3)
@@ -173,6 +174,32 @@ def test_a_gpu_without_room_for_a_step_like_the_first_does_not_measure_again(mon
     trainer, gpu = SimpleNamespace(optimizers=[SimpleNamespace(state={})]), torch.device("cuda")
     assert [first_batch._has_room(peak, trainer, gpu) for peak in (0, 130, 131)] == [False, True, False]
     assert first_batch._has_room(0, trainer, torch.device("cpu"))
+
+
+def test_bits_that_a_gpu_has_no_room_for_stay_as_they_are(measured, monkeypatch):
+    monkeypatch.setattr(measured_bits, "TOO_LARGE", 0.0)
+    monkeypatch.setattr(measured_bits, "_WORTH", 0.0)
+    monkeypatch.setattr(FirstBatchProbe, "_may_take", lambda *_: False)
+    pruning, change = ActivationPruning(max_error=0.1), LambdaCallback(on_train_batch_start=halve_the_bound)
+    with pytest.warns(UserWarning, match="no room for .* MiB more"):
+        fit(Stack(), pruning, change, max_epochs=3)
+    once = ActivationPruning(max_error=0.1)
+    monkeypatch.setattr(first_batch, "points_of", lambda _: [])
+    fit(Stack(), once)
+    assert bits_of(pruning) == bits_of(once)
+
+
+def halve_the_bound(trainer: Any, *_: Any) -> None:
+    trainer.callbacks[0]._probe._max_error = 0.1 if trainer.global_step == 0 else 0.03
+
+
+def test_only_the_first_batch_of_a_step_is_measured(measured):
+    seen: list[int] = []
+    note = LambdaCallback(on_train_batch_start=lambda *of: seen.append((of[-1], len(measured))))
+    fit(Stack(), ActivationPruning(max_error=0.02), note, accumulate_grad_batches=3, max_epochs=2)
+    before = [0, *(count for _, count in seen)]
+    opens = [place for (place, count), last in zip(seen, before, strict=False) if count > last]
+    assert opens == [0, 3, 0, 3]
 
 
 def test_a_batch_whose_gradients_are_not_finite_is_not_judged_by():
