@@ -209,7 +209,8 @@ def kind(fqn: str) -> str:
 
 def footprint(model: nn.Module, batch: Batch, precision: str) -> MemoryReport:
     """Return what the model keeps in one forward."""
-    with buffers_restored(model), SavedTensorMeter(model, batch) as meter:
+    eager = torch.compiler.set_stance("force_eager")
+    with buffers_restored(model), eager, SavedTensorMeter(model, batch) as meter:
         training_loss(model, batch, precision)
     return meter.report()
 
