@@ -308,7 +308,9 @@ def words(setting: str) -> str:
     """Return a setting as a table shows it."""
     base, *rules = setting.split("+")
     name, *more = base.split(":")
-    if not name[0].isdigit():
+    if name == "error":
+        text = f"error of {more[0]}"
+    elif not name[0].isdigit():
         text = name if name == "dense" else f"`{name}`" + "".join(f", s = {s}" for s in more)
     else:
         block, bits, selection, energy = [*more, *["16", "largest", "1"][len(more) - 1 :]]
@@ -501,6 +503,31 @@ def bounds() -> str:
     return _by_setting(("max", "balanced", "0.2", "0.1"), _describe_bound)
 
 
+def growth() -> str:
+    """Predicted error of the gradient at points of long trainings, and after bits changed."""
+    records = [r for r in trainings() if r.get("errors")]
+    shares, rows = {}, []
+    for r in records:
+        steps = r["epochs"] * r["batches"]
+        cells = {round(100 * step / steps): (before, after) for step, before, after in r["errors"]}
+        shares |= dict.fromkeys(cells)
+        rows.append((r, cells))
+
+    def cell(before: float, after: float) -> str:
+        return f"{before:.3f}" if before == after else f"{before:.3f} -> {after:.3f}"
+
+    shown = [
+        [
+            model_name(r),
+            words(r["setting"]),
+            str(r["seed"]),
+            *(cell(*cells[s]) if s in cells else "-" for s in sorted(shares)),
+        ]
+        for r, cells in rows
+    ]
+    return sourced(("model", "setting", "seed", *(f"{s} %" for s in sorted(shares))), shown, records, "trainings")
+
+
 def _describe_bound(record: Record) -> str:
     return f"{record['predicted']:.3f}, {record['actual']:.3f} ({100 * record['kept']:.1f} %)"
 
@@ -637,6 +664,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "savings": savings,
     "errors": errors,
     "bounds": bounds,
+    "growth": growth,
 }
 """Tables by the name of their markers."""
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)

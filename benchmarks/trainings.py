@@ -473,6 +473,7 @@ def train(
                     torch.compiler.reset()
                     for owner in owners_of(model):
                         mark_layers(model, owner)
+                    step.graph = None  # gives its memory back
                     step = TrainStep(model, data, recipe, step)
                     peak = None if peak is None else max(peak, step.peak_bytes or 0)
                 start += time.perf_counter() - begin
