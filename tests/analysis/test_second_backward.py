@@ -118,6 +118,14 @@ def test_training_is_the_same_and_errors_pass_through(inside):
     assert 0.75 < predicted / actual**0.5 < 1.33
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_may_come_before_all_errors(reentrant):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), Checkpoint(reentrant))
+    convert(model, rules={"3.layer.*": None, "type:activation": Keep(bits=3), "*": None})
+    assert gradients(model, torch.randn(2048, 64), measured=True)[1] > 0.01
+
+
 @pytest.mark.parametrize("piece", [1, 300, 5000])
 def test_values_are_read_in_pieces(piece, monkeypatch):
     """The same as the whole: blocks of 20 and of 7 values, whole runs of derivatives and one that is cut short."""
