@@ -75,7 +75,7 @@ class BitsChoice(NamedTuple):
     error: float
     others: float
     operators: dict[Operator, int]
-    more_bytes: float = 0.0
+    more_bytes: float
 
     def rules(self, config: Config) -> dict[str, Keep | None]:
         """Return the choice as rules beside ``config``."""
@@ -83,22 +83,6 @@ class BitsChoice(NamedTuple):
         base = config.with_bits(self.operators)
         operators = {TYPE + operator: base.keep_of_all(operator) for operator in self.operators}
         return operators | {name: keep or None for name, keep in layers.items()}
-
-
-class _Measured(NamedTuple):
-    """What the first of the batches has shown.
-
-    Args:
-        layers: Each layer with its numbers (``_ConvertedLayer.numbers``) and the square of its exact gradient.
-        total: Square of the whole gradient.
-        others: Square of the error from other operators, relative to it.
-        counts: How many values other operators keep, by their kind.
-    """
-
-    layers: list[tuple[_ConvertedLayer, list[float], float]]
-    total: float
-    others: float
-    counts: dict[Kind, float]
 
 
 class _Candidate(NamedTuple):
@@ -109,6 +93,63 @@ class _Candidate(NamedTuple):
     nbytes: float
     others: float
     error: float
+
+
+@dataclass
+class _Measured:
+    """What batches have shown. Squares of errors are relative to that of the whole gradient of their batch.
+
+    Args:
+        layers: Each layer with its numbers (``_ConvertedLayer.numbers``) and the square of its exact gradient.
+        total: Square of the whole gradient in the first batch.
+        others: Square of the error from other operators in it.
+        counts: How many values other operators keep, by their kind.
+        energies: Square of the error that a kind brings, of those that were measured.
+    """
+
+    layers: list[tuple[_ConvertedLayer, list[float], float]]
+    total: float
+    others: float
+    counts: dict[Kind, float]
+    energies: dict[Kind, float] = field(default_factory=dict)
+
+    def options(self, kinds: Mapping[Kind, int]) -> list[LayerSensitivity]:
+        """Return the settings of layers if kinds have these bits."""
+        shared = {bits: min([kinds.get(k, k.bits) for k in self.counts if k.bits == bits] or [bits]) for bits in BITS}
+        rows = []
+        for layer, (error, expected, own, _, nbytes), square in self.layers:
+            there = shared.get(_bits_of_reader(error, expected, own), 0)
+            for bits in (*BITS, None):
+                energy = error * ratio(bits and max(bits, there))
+                rows.append(layer.row(bits, energy, square, self.total, 0.0 if bits and bits <= there else nbytes))
+        return rows
+
+    def candidate(self, layers: dict[str, LayerSensitivity], kinds: dict[Kind, int]) -> _Candidate:
+        """Return the choice of these settings and bits."""
+        nbytes = math.fsum(count * kinds.get(kind, kind.bits) / 8 for kind, count in self.counts.items())
+        nbytes += math.fsum(row.nbytes for row in layers.values())
+        less = math.fsum(self.energies[kind] * (1 - ratio(bits) / ratio(kind.bits)) for kind, bits in kinds.items())
+        others = max(self.others, math.fsum(self.energies.values())) - less
+        return _Candidate(layers, kinds, nbytes, others, others + math.fsum(row.share**2 for row in layers.values()))
+
+    def allocate(self, max_error: float, kinds: dict[Kind, int]) -> _Candidate:
+        """Return the choice of fewest bytes that meets the bound, if one does, with these bits of kinds."""
+        left = max_error**2 - self.candidate({}, kinds).others
+        report = SensitivityReport(self.options(kinds), [], 1, 0, "sample")
+        chosen = report.allocate(math.sqrt(max(left, 0.0)), min(1.0, LAYER_SHARE * max_error))
+        return self.candidate(chosen, kinds)
+
+    def allocate_all(self, max_error: float) -> _Candidate:
+        """Return the choice of fewest bytes; the measured kinds get one size of bits more after the other."""
+        best, bound = self.allocate(max_error, {}), max_error**2 * (1 + 1e-9)  # sums are rounded
+        while True:
+            now = {kind: best.kinds.get(kind, kind.bits) for kind in self.energies}
+            more = [{**best.kinds, k: BITS[BITS.index(bits) + 1]} for k, bits in now.items() if bits < BITS[-1]]
+            candidates = [self.allocate(max_error, kinds) for kinds in more]
+            candidate = min(candidates, key=lambda each: (max(each.error, bound), each.nbytes), default=None)
+            if candidate is None or (best.error <= bound and candidate.nbytes >= best.nbytes):
+                return best
+            best = candidate
 
 
 class BitsProbe:
@@ -141,30 +182,25 @@ class BitsProbe:
         self._kind: Kind | None = None
         """What errs again in the next batch; everything in the first one."""
         self._measured: _Measured | None = None
-        self._energies: dict[Kind, float] = {}
         self._start()
 
-    @property
-    def needs_more(self) -> bool:
-        """Whether the next batch shows what is missing for a choice."""
-        return self._kind is not None
-
-    def state(self) -> dict[str, Any]:
-        """Return what the batches so far have shown, for a checkpoint."""
+    def state(self) -> dict[str, Any] | None:
+        """Return what the batches so far have shown, for a checkpoint; ``None`` if a choice takes no more batches."""
         found = self._measured
-        assert found is not None
+        if found is None or self._kind is None:
+            return None
         layers = {layer.name: (row, square) for layer, row, square in found.layers}
-        counts, energies = ([(*kind, each) for kind, each in of.items()] for of in (found.counts, self._energies))
-        kinds = {"counts": counts, "energies": energies, "kind": self._kind and tuple(self._kind)}
+        counts, energies = ([(*kind, each) for kind, each in of.items()] for of in (found.counts, found.energies))
+        kinds = {"counts": counts, "energies": energies, "kind": tuple(self._kind)}
         return {"layers": layers, "total": found.total, "others": found.others, **kinds}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches of a checkpoint."""
         by_name = {layer.name: layer for layer in self._layers.values()}
         layers = [(by_name[name], row, square) for name, (row, square) in state["layers"].items() if name in by_name]
-        counts, self._energies = ({Kind(*kind): each for *kind, each in state[name]} for name in ("counts", "energies"))
-        self._measured = _Measured(layers, state["total"], state["others"], counts)
-        self._kind = state["kind"] and Kind(*state["kind"])
+        counts, energies = ({Kind(*kind): each for *kind, each in state[name]} for name in ("counts", "energies"))
+        self._measured = _Measured(layers, state["total"], state["others"], counts, energies)
+        self._kind = Kind(*state["kind"])
 
     def _start(self) -> None:
         """Forget a batch that came to nothing."""
@@ -229,24 +265,24 @@ class BitsProbe:
             current: Bits that were chosen before. They stay unless the error is a fourth above the bound, or others
                 keep a tenth less.
         """
-        if not self._add_batch(over_ranks, mean_over):
+        found = self._add_batch(over_ranks, mean_over)
+        if found is None:
             return None
-        found, bound = self._measured, max_error**2
-        assert found is not None
-        best, now = self._allocate(max_error, {}), None
+        now, best = None, found.allocate(max_error, {})
         if current is not None:
-            now = self._with({row.fqn: row for row in self._options({}) if row.bits == current.get(row.fqn)}, {})
-            if now.error < TOO_LARGE**2 * bound and best.nbytes > _WORTH * now.nbytes:
-                return self._choice(now)
-        if found.others > _MATTERS * bound:
-            self._kind = next((kind for kind in self._kinds_with_more() if kind not in self._energies), None)
+            now = found.candidate({row.fqn: row for row in found.options({}) if row.bits == current.get(row.fqn)}, {})
+            if now.error < (TOO_LARGE * max_error) ** 2 and best.nbytes > _WORTH * now.nbytes:
+                return self._choice(found, now, now)
+        if found.others > _MATTERS * max_error**2:
+            more = (kind for kind in found.counts if kind not in found.energies and self._operators_in(kind))
+            self._kind = next(more, None)
             if self._kind is not None:
                 return None
-            best = self._with_more_bits(max_error, best)
-        return self._choice(best)._replace(more_bytes=0.0 if now is None else best.nbytes - now.nbytes)
+            best = found.allocate_all(max_error)
+        return self._choice(found, best, now or best)
 
-    def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> bool:
-        """Add up what a batch has shown over the ranks; return True if it shows anything."""
+    def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> _Measured | None:
+        """Return what the batches have shown over the ranks, ``None`` if the last one has shown nothing."""
         whole = sum_of(self._squares.values())
         zero = torch.zeros_like(whole)
         numbers = torch.stack([zero, zero, sum_of(self._others).to(whole), whole, zero])[None]
@@ -261,7 +297,7 @@ class BitsProbe:
         left = [m if is_converted(m.layer) else None for m in self._layers.values()] if rows else []
         found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[3]]
         if not total or not all(map(math.isfinite, (total, noise, *(number for _, row in found for number in row)))):
-            return False
+            return None
         exact = [max(square - own, LEAST_GRADIENT * square) for _, (_, _, own, square, _) in found]
         total -= math.fsum(row[3] for _, row in found) - math.fsum(exact)
         total = max(total - noise, LEAST_GRADIENT * total)
@@ -270,80 +306,25 @@ class BitsProbe:
             kinds = {kind: count for kind, count in zip(_KINDS, counted, strict=True) if count}
             self._measured = _Measured(each, total, noise / total, kinds)
         elif self._kind is not None:
-            self._energies[self._kind] = noise / total
-        return True
+            self._measured.energies[self._kind] = noise / total
+        return self._measured
 
-    def _kinds_with_more(self) -> list[Kind]:
-        """Return the kinds that may get more bits: no rule names these, and there are more."""
-        found = self._measured.counts if self._measured else {}
-        return [
-            kind
-            for kind in found
-            if kind.family and kind.bits < BITS[-1] and self._config.operators_in(kind.family, kind.bits)
-        ]
+    def _operators_in(self, kind: Kind) -> list[Operator]:
+        """Return the operators of a kind that may get more bits; not those whose bits a rule names."""
+        if kind.family is None or kind.bits == BITS[-1]:
+            return []
+        return self._config.operators_in(kind.family, kind.bits)
 
-    def _with_more_bits(self, max_error: float, best: _Candidate) -> _Candidate:
-        """Return the choice of fewest bytes; kinds get one size of bits more after the other, as that takes fewest."""
-        while True:
-            kinds = {kind: best.kinds.get(kind, kind.bits) for kind in self._energies}
-            more = [
-                self._allocate(max_error, {**best.kinds, kind: BITS[BITS.index(bits) + 1]})
-                for kind, bits in kinds.items()
-                if bits < BITS[-1]
-            ]
-            bound = max_error**2 * (1 + 1e-9)  # sums are rounded
-            candidate = min(more, key=lambda each: (max(each.error, bound), each.nbytes), default=None)
-            if candidate is None or (best.error <= bound and candidate.nbytes >= best.nbytes):
-                return best
-            best = candidate
-
-    def _allocate(self, max_error: float, kinds: dict[Kind, int]) -> _Candidate:
-        """Return the settings of layers of fewest bytes that meet the bound, if any do, with these bits of kinds."""
-        left = max_error**2 - self._others_with(kinds)
-        report = SensitivityReport(self._options(kinds), [], 1, 0, "sample")
-        chosen = report.allocate(math.sqrt(max(left, 0.0)), min(1.0, LAYER_SHARE * max_error))
-        return self._with(chosen, kinds)
-
-    def _with(self, layers: dict[str, LayerSensitivity], kinds: dict[Kind, int]) -> _Candidate:
-        found = self._measured
-        assert found is not None
-        nbytes = math.fsum(count * kinds.get(kind, kind.bits) / 8 for kind, count in found.counts.items())
-        nbytes += math.fsum(row.nbytes for row in layers.values())
-        others = self._others_with(kinds)
-        return _Candidate(layers, kinds, nbytes, others, others + math.fsum(row.share**2 for row in layers.values()))
-
-    def _others_with(self, kinds: Mapping[Kind, int]) -> float:
-        """Return the square of the error from other operators."""
-        found = self._measured
-        assert found is not None
-        less = math.fsum(self._energies[kind] * (1 - ratio(bits) / ratio(kind.bits)) for kind, bits in kinds.items())
-        return max(found.others, math.fsum(self._energies.values())) - less
-
-    def _options(self, kinds: Mapping[Kind, int]) -> list[LayerSensitivity]:
-        """Return the settings of layers."""
-        found = self._measured
-        assert found is not None
-        shared = {bits: min([kinds.get(k, k.bits) for k in found.counts if k.bits == bits] or [bits]) for bits in BITS}
-        rows = []
-        for layer, (error, expected, own, _, nbytes), square in found.layers:
-            there = shared.get(_bits_of_reader(error, expected, own), 0)
-            for bits in (*BITS, None):
-                energy = error * ratio(bits and max(bits, there))
-                rows.append(layer.row(bits, energy, square, found.total, 0.0 if bits and bits <= there else nbytes))
-        return rows
-
-    def _choice(self, candidate: _Candidate) -> BitsChoice:
-        found = self._measured
-        assert found is not None
+    def _choice(self, found: _Measured, best: _Candidate, now: _Candidate) -> BitsChoice:
         sizes = {layer.name: row[-1] for layer, row, _ in found.layers}
         values = max(math.fsum(sizes.values()), 1.0)
-        average = math.fsum((row.bits or 16) * sizes[name] for name, row in candidate.layers.items()) / values
+        average = math.fsum((row.bits or 16) * sizes[name] for name, row in best.layers.items()) / values
         operators: dict[Operator, int] = {}
-        for kind, bits in candidate.kinds.items():
-            for operator in self._config.operators_in(kind.family, kind.bits) if kind.family else ():
-                operators[operator] = max(bits, operators.get(operator, 0))
-        chosen = {name: row.bits for name, row in candidate.layers.items()}
-        return BitsChoice(chosen, average, math.sqrt(candidate.error), math.sqrt(candidate.others), operators)
+        for kind, bits in best.kinds.items():
+            operators |= {each: max(bits, operators.get(each, 0)) for each in self._operators_in(kind)}
+        bits_of = {name: row.bits for name, row in best.layers.items()}
+        errors = math.sqrt(best.error), math.sqrt(best.others)
+        return BitsChoice(bits_of, average, *errors, operators, best.nbytes - now.nbytes)
 
 
 LAYER_SHARE = 3.0
@@ -467,7 +448,7 @@ def choose_bits(
                 probe.backward_ends()
                 probe.close()
             choice = probe.choose(max_error, lambda numbers: numbers, mean_over=1)
-            if choice is not None or not probe.needs_more:
+            if choice is not None or probe.state() is None:
                 break
     finally:
         probe.close()

@@ -413,7 +413,7 @@ class FirstBatchProbe:
         mean_over = trainer.world_size if trainer.accumulate_grad_batches == 1 else 1  # else they are each rank's own
         current = self.decisions.bits if self._measures_again else None
         choice = bits.choose(self._max_error, partial(sum_over_ranks, trainer), mean_over, current)
-        self.decisions.partial = bits.state() if bits.needs_more else None
+        self.decisions.partial = bits.state()
         if choice is None:  # the next batch shows it
             return decision
         self._bits, self._will_choose_bits, self._measures_again = None, False, False
