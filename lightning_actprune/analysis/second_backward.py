@@ -171,10 +171,9 @@ class SecondBackward:
                 second = [_sum(grad, d) for grad, d in zip(grads, differences, strict=True)]
                 differences = [None] * len(second)  # sums are in their memory
                 found = _differences(again, second, results, counts, bits)
-                if found is None:
-                    differences = [
-                        None if g is None or s is None else s - g for g, s in zip(grads, second, strict=True)
-                    ]
+                if found is None and second:
+                    pairs = zip(grads, second, strict=True)
+                    differences = [None if g is None or s is None else s - g for g, s in pairs]
             for place, difference in enumerate(_random(results, grads, differences) if found is None else found):
                 if difference is not None:
                     _add(self._differences, node.next_functions[place], difference)
@@ -283,13 +282,13 @@ def _differences(
             if len(second) != len(results):  # functions in Python also return None for what is no tensor
                 there = iter([x for x in second if x is not None])
                 second = [None if x is None else next(there) for x in results]
+            if isinstance(grads, list):
+                grads.clear()
+            pairs = enumerate(zip(results, second, strict=True))
+            wanted = [(a, b) if places is None or place in places else (None, None) for place, (a, b) in pairs]
+            return [None if a is None or b is None else _subtract(b, a) for a, b in wanted]
         except Exception:  # what it needs is gone, or there is no memory for it; the training goes on
             return None
-    if isinstance(grads, list):
-        grads.clear()
-    pairs = enumerate(zip(results, second, strict=True))
-    wanted = [(a, b) if places is None or place in places else (None, None) for place, (a, b) in pairs]
-    return [None if a is None or b is None else _subtract(b, a) for a, b in wanted]
 
 
 def _subtract(b: Tensor, a: Tensor) -> Tensor:

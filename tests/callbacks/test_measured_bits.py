@@ -154,7 +154,7 @@ def test_bits_that_err_too_much_change_once_and_a_resumed_fit_does_the_same(meas
     assert set(seen[2][0].values()) - {None} == {2}
     assert seen[2][0] == seen[4][0] != seen[5][0]
     assert seen[5] == seen[-1]
-    for epochs in (1, 2, 4, 5, 7):
+    for epochs in (2, 5, 7):
         half = fit(Stack(), ActivationPruning(max_error=0.02), max_epochs=epochs, **one_batch)
         half.save_checkpoint(tmp_path / "one.ckpt")
         fit(resumed, again, ckpt=tmp_path / "one.ckpt", max_epochs=10, **one_batch)
