@@ -35,6 +35,10 @@ with the exact ones, by kind of layer:
 
     cosine = <exact, ours> / (|exact| |ours|)        norm_ratio = |ours| / |exact|
 
+With `--errors`, one model is trained densely. At the start, at the points at which a fit measures bits again, and at
+the end, the whole gradient of one batch is compared with that of each setting: its predicted and its actual error,
+relative to the norm of the exact one, and the share of the dense bytes that is kept.
+
 With `--grow AXIS` nothing is trained. The largest size on the axis is searched whose step needs no more memory than
 that of the dense model, and the number of epochs that take the time of the dense training. Learning rates follow the
 size: 1/width (arXiv 2203.03466), depth^-0.5 (arXiv 2310.02244), batch^0.5 (arXiv 2205.10287).
@@ -411,46 +415,95 @@ def first_choices(data: Data, recipe: Recipe) -> Tensor:
     return data.draw(1, recipe.batch, torch.Generator().manual_seed(0))[0]
 
 
-class Bits:
-    """Follows the error of the gradient over a training, and chooses bits again as a fit does.
+class Follower:
+    """Looks at the gradient of one batch at points of a training: at the start, where a fit measures bits, at the end.
 
     Args:
-        model: The model, compressed with the setting.
-        setting: The setting.
+        model: The model that is trained.
         study: The study.
     """
 
-    def __init__(self, model: nn.Module, setting: str, study: Study) -> None:
-        self.model, self.setting, self.precision = model, setting, study.recipe.precision
+    def __init__(self, model: nn.Module, study: Study) -> None:
+        self.model, self.precision = model, study.recipe.precision
         self.batch = study.data.batch(first_choices(study.data, study.recipe))
-        self.steps = study.recipe.epochs * study.recipe.batches
-        self.points = {*points_of(self.steps), 0, self.steps - 1} if setting != "dense" else set()
+        self.last = study.recipe.epochs * study.recipe.batches - 1
+        self.points = {0, *points_of(self.last + 1), self.last}
+
+    def change(self, step: int) -> bool:
+        """Return True if the bits after so many steps are others."""
+        raise NotImplementedError
+
+    def backward(self) -> float:
+        """Leave the gradient in the parameters, and return its predicted error."""
+        self.model.zero_grad()
+        with buffers_restored(self.model), torch.compiler.set_stance("force_eager"):
+            loss = training_loss(self.model, self.batch, self.precision)
+            with SecondBackward(loss) as second:
+                loss.backward()
+        return second.relative_error(self.model.parameters())
+
+
+class Bits(Follower):
+    """Notes the error of a setting, and chooses bits again as a fit does.
+
+    Args:
+        model: The model, compressed with the setting.
+        study: The study.
+        setting: The setting.
+    """
+
+    def __init__(self, model: nn.Module, study: Study, setting: str) -> None:
+        super().__init__(model, study)
+        self.setting, self.points = setting, self.points if setting != "dense" else set()
         self.errors: list[tuple[int, float, float]] = []
         """Steps, and the predicted error before and after bits changed."""
 
     def change(self, step: int) -> bool:
         """Return True if the bits after so many steps are others."""
         bound = ERROR.fullmatch(self.setting)
-        before = after = self.error()
-        if bound and 0 < step < self.steps - 1 and before > TOO_LARGE * float(bound[1]):
+        before = after = self.backward()
+        if bound and 0 < step < self.last and before > TOO_LARGE * float(bound[1]):
             compress(self.model, self.setting, self.batch, self.precision)
-            after = self.error()
+            after = self.backward()
+        self.model.zero_grad()
         self.errors.append((step, round(before, 5), round(after, 5)))
         return after != before
 
-    def error(self) -> float:
-        """Return the predicted error of the gradient of a batch."""
-        with buffers_restored(self.model), torch.compiler.set_stance("force_eager"):
-            loss = training_loss(self.model, self.batch, self.precision)
-            with SecondBackward(loss) as second:
-                loss.backward()
-            found = second.relative_error(self.model.parameters())
-        self.model.zero_grad()
-        return found
+
+class Errors(Follower):
+    """Notes the errors of settings in a dense training.
+
+    Args:
+        model: The model.
+        study: The study.
+        settings: The settings.
+    """
+
+    def __init__(self, model: nn.Module, study: Study, settings: Sequence[str]) -> None:
+        super().__init__(model, study)
+        self.found: dict[str, list[tuple[int, float, float, float]]] = {setting: [] for setting in settings}
+        """Steps, predicted and actual error, and the share of bytes that is kept, by setting."""
+
+    def change(self, step: int) -> bool:
+        """Return False: the training is dense."""
+        self.backward()
+        exact = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        whole = sum(grad.double().square().sum() for grad in exact.values())
+        for setting, found in self.found.items():
+            compress(self.model, setting, self.batch, self.precision)
+            predicted, ours = self.backward(), dict(self.model.named_parameters())
+            error = sum((ours[name].grad - grad).double().square().sum() for name, grad in exact.items())
+            self.model.zero_grad()
+            report = footprint(self.model, self.batch, self.precision)
+            actual, kept = math.sqrt(error / whole), report.stored_bytes / report.dense_bytes
+            found.append((step, round(predicted, 5), round(actual, 5), round(kept, 5)))
+            print(f"  step {step}, {setting}: {found[-1][1:]}", flush=True)
+        revert(self.model)
+        return False
 
 
 def train(
-    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None, bits: Bits | None = None
+    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None, bits: Follower | None = None
 ) -> tuple[float, float, int | None]:
     """Train `model`, for `epochs` of the recipe's if given; `bits` may change on the way.
 
@@ -526,7 +579,7 @@ def measure(study: Study, setting: str, seed: int, limit: int | None, keep: Path
     batch = data.batch(first_choices(data, recipe))
     dense_kinds = compress(model, setting, batch, recipe.precision)
     stored = stored_bits(model, setting, batch, recipe.precision)
-    before, bits = allocated_beside(model), Bits(model, setting, study)
+    before, bits = allocated_beside(model), Bits(model, study, setting)
     with nullcontext() if recipe.compile is None else compiled_packing(model):
         loss, seconds, peak = train(model, data, recipe, seed, bits=bits)
     accuracy = evaluate(model, data, recipe.precision, limit)
@@ -657,6 +710,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks")
     parser.add_argument("--limit-batches", type=int, help="train and test on this many batches only")
+    parser.add_argument("--errors", action="store_true", help="follow the errors of settings in a dense training")
     parser.add_argument(
         "--gradients", type=int, metavar="EPOCHS", help="compare weight gradients after so many dense epochs"
     )
@@ -714,6 +768,17 @@ def main(argv: Sequence[str] | None = None) -> list[Record]:
         for row in figures:
             print(f"  {row}", flush=True)
 
+    if args.errors:
+        for seed in args.seeds:
+            key = {**study.key("error"), "seed": seed}
+            missing = [setting for setting in args.settings if not recorded(old, {**key, "setting": setting})]
+            model = study.build(seed)
+            errors = Errors(model, study, missing)
+            if missing:
+                train(model, study.data, study.recipe, seed, bits=errors)
+            for setting in missing:
+                add({**key, "setting": setting}, [{"errors": errors.found[setting]}])
+        return new
     if args.gradients is not None:
         key = {**study.key("gradient"), "after": args.gradients, "seed": args.seeds[0]}
         model = study.build(args.seeds[0])
