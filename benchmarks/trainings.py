@@ -455,7 +455,7 @@ class Bits(Follower):
     def __init__(self, model: nn.Module, study: Study, setting: str) -> None:
         super().__init__(model, study)
         self.setting, self.points = setting, self.points if setting != "dense" else set()
-        self.errors: list[tuple[int, float, float]] = []
+        self.errors: list[list[float]] = []
         """Steps, and the predicted error before and after bits changed."""
 
     def change(self, step: int) -> bool:
@@ -466,7 +466,7 @@ class Bits(Follower):
             compress(self.model, self.setting, self.batch, self.precision)
             after = self.backward()
         self.model.zero_grad()
-        self.errors.append((step, round(before, 5), round(after, 5)))
+        self.errors.append([step, round(before, 5), round(after, 5)])
         return after != before
 
 
@@ -481,7 +481,7 @@ class Errors(Follower):
 
     def __init__(self, model: nn.Module, study: Study, settings: Sequence[str]) -> None:
         super().__init__(model, study)
-        self.found: dict[str, list[tuple[int, float, float, float]]] = {setting: [] for setting in settings}
+        self.found: dict[str, list[list[float]]] = {setting: [] for setting in settings}
         """Steps, predicted and actual error, and the share of bytes that is kept, by setting."""
 
     def change(self, step: int) -> bool:
@@ -496,7 +496,7 @@ class Errors(Follower):
             self.model.zero_grad()
             report = footprint(self.model, self.batch, self.precision)
             actual, kept = math.sqrt(error / whole), report.stored_bytes / report.dense_bytes
-            found.append((step, round(predicted, 5), round(actual, 5), round(kept, 5)))
+            found.append([step, round(predicted, 5), round(actual, 5), round(kept, 5)])
             print(f"  step {step}, {setting}: {found[-1][1:]}", flush=True)
         revert(self.model)
         return False

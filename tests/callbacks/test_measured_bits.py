@@ -118,15 +118,16 @@ def test_bits_are_measured_again_and_stay_where_they_do_well(measured, monkeypat
     monkeypatch.setattr(measured_bits, "TOO_LARGE", 9.0)
     monkeypatch.setattr(measured_bits, "_WORTH", 0.0)
     pruning, often, once = ActivationPruning(max_error=0.1), Stack(), Stack()
-    fit(often, pruning, max_epochs=3)
+    fit(often, pruning, max_epochs=2)
     assert len(measured) == 3
     assert pruning.state_dict()["again"] == 2
     monkeypatch.setattr(first_batch, "points_of", lambda _: [])
-    fit(once, ActivationPruning(max_error=0.1), max_epochs=3)
+    fit(once, ActivationPruning(max_error=0.1), max_epochs=2)
     assert len(measured) == 4
     assert all(map(torch.equal, often.state_dict().values(), once.state_dict().values()))
 
 
+@pytest.mark.integration
 def test_bits_that_err_too_much_change_once_and_a_resumed_fit_does_the_same(measured, monkeypatch, tmp_path):
     choose, seen = BitsProbe.choose, []
 
@@ -182,10 +183,10 @@ def test_bits_that_a_gpu_has_no_room_for_stay_as_they_are(measured, monkeypatch)
     monkeypatch.setattr(FirstBatchProbe, "_may_take", lambda *_: False)
     pruning, change = ActivationPruning(max_error=0.1), LambdaCallback(on_train_batch_start=halve_the_bound)
     with pytest.warns(UserWarning, match="no room for .* MiB more"):
-        fit(Stack(), pruning, change, max_epochs=3)
+        fit(Stack(), pruning, change)
     once = ActivationPruning(max_error=0.1)
     monkeypatch.setattr(first_batch, "points_of", lambda _: [])
-    fit(Stack(), once)
+    fit(Stack(), once, max_steps=1)
     assert bits_of(pruning) == bits_of(once)
 
 
