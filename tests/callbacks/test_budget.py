@@ -509,6 +509,7 @@ def off_by_the_first(allocator: Allocator | None, number: int | None) -> int:
     return FIRST if number is None else allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
 
 
+@pytest.mark.integration
 def test_predictions_are_corrected_by_what_was_measured(monkeypatch):
     uncorrected = []
 

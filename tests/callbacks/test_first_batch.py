@@ -203,6 +203,7 @@ class Hooked(Measured):
         return loss
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("preset", ["max", "recompute"])
 def test_forwards_in_hooks_of_backward_and_of_longer_sequences_are_judged_like_others(preset: str):
     result = []

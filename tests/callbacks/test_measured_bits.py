@@ -90,6 +90,7 @@ def test_the_batch_that_is_measured_trains_as_others_do():
     assert all(map(torch.equal, measured.state_dict().values(), dense.state_dict().values()))
 
 
+@pytest.mark.integration
 def test_a_resumed_fit_has_the_same_bits_and_the_same_losses(tmp_path):
     """And does not measure again."""
     whole, first, resumed = Stack(), Stack(), Stack()
@@ -114,6 +115,7 @@ def measured(monkeypatch) -> list[int]:
     return opened
 
 
+@pytest.mark.integration
 def test_bits_are_measured_again_and_stay_where_they_do_well(measured, monkeypatch):
     monkeypatch.setattr(measured_bits, "TOO_LARGE", 9.0)
     monkeypatch.setattr(measured_bits, "_WORTH", 0.0)
@@ -241,6 +243,7 @@ class Sized(Stack):
         return DataLoader(batches().dataset, self.batch_size)
 
 
+@pytest.mark.integration
 def test_trials_of_a_tuner_measure_for_the_fit():
     model, pruning, opened = Sized(), ActivationPruning(max_error=0.1), []
     with pytest.MonkeyPatch.context() as patch:
