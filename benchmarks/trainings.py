@@ -430,7 +430,7 @@ class Follower:
         self.points = {0, *points_of(self.last + 1), self.last}
 
     def change(self, step: int) -> bool:
-        """Return True if the bits after so many steps are others."""
+        """Return True if bits have changed after so many steps."""
         raise NotImplementedError
 
     def backward(self) -> float:
@@ -459,7 +459,7 @@ class Bits(Follower):
         """Steps, and the predicted error before and after bits changed."""
 
     def change(self, step: int) -> bool:
-        """Return True if the bits after so many steps are others."""
+        """Return True if bits have changed after so many steps."""
         bound = ERROR.fullmatch(self.setting)
         before = after = self.backward()
         if bound and 0 < step < self.last and before > TOO_LARGE * float(bound[1]):

@@ -185,7 +185,7 @@ class BitsProbe:
         self._start()
 
     def state(self) -> dict[str, Any] | None:
-        """Return what the batches so far have shown, for a checkpoint; ``None`` if a choice takes no more batches."""
+        """Return what batches have shown, for a checkpoint; ``None`` if no further batch is needed."""
         found = self._measured
         if found is None or self._kind is None:
             return None
@@ -282,7 +282,7 @@ class BitsProbe:
         return self._choice(found, best, now or best)
 
     def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> _Measured | None:
-        """Return what the batches have shown over the ranks, ``None`` if the last one has shown nothing."""
+        """Return what the batches of all ranks have shown; ``None`` if the last one has shown nothing."""
         whole = sum_of(self._squares.values())
         zero = torch.zeros_like(whole)
         numbers = torch.stack([zero, zero, sum_of(self._others).to(whole), whole, zero])[None]

@@ -266,7 +266,7 @@ def _differences(
 
     Args:
         again: Runs it.
-        grads: Gradients of its outputs. A list is emptied as soon as it is not needed.
+        grads: Gradients of its outputs. A list is emptied once the operation has run.
         results: Its results in the training, which the engine has reduced to the sizes of inputs.
         counts: Counts the values that are read with other errors; ``None`` if none are.
         bits: Which values err again; all by default.

@@ -171,10 +171,10 @@ class SensitivityReport:
             if row.error <= most or row.share < NO_GRADIENT * row.error:
                 options.setdefault(row.fqn, []).append(row)
         chosen = {fqn: min(rows, key=lambda row: (row.nbytes, row.share)) for fqn, rows in options.items()}
-        # What lowers the square most a byte is taken first; of equals the first, so the result is always the same.
+        # Each step takes what lowers the square most a byte. Of equal settings it takes the first, so results repeat.
         queue = [(*_better(rows, chosen[fqn]), place, fqn) for place, (fqn, rows) in enumerate(options.items())]
         heapq.heapify(queue)
-        while math.fsum(row.share**2 for row in chosen.values()) > bound:
+        while math.fsum(row.share**2 for row in chosen.values()) > bound and queue[0][0] < 0:
             _, at, place, fqn = heapq.heappop(queue)
             chosen[fqn] = options[fqn][at]
             heapq.heappush(queue, (*_better(options[fqn], chosen[fqn]), place, fqn))

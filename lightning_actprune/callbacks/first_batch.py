@@ -435,7 +435,7 @@ class FirstBatchProbe:
 
     @staticmethod
     def _may_take(trainer: pl.Trainer, nbytes: float, device: torch.device) -> bool:
-        """Return True if the GPUs of all ranks have room for so many bytes more than steps have needed so far."""
+        """Return True if the GPU of each rank has room for so many bytes above its highest peak."""
         has_room = device.type != "cuda" or torch.cuda.max_memory_allocated(device) + nbytes < _room(device)
         return trainer.strategy.reduce_boolean_decision(has_room, all=True)
 
