@@ -10,7 +10,8 @@ Each model is small and runs on a CPU, at the start and after some steps of trai
 - presets, and the bits that ``ActivationPruning(max_error=...)`` would choose, as a second backward and the layers'
   own formula predict their error in one step.
 
-Errors are relative to the norm of the whole gradient, bytes to those that the dense model keeps.
+Each error is relative to the gradient's own norm, and the error of all is the root of the mean of squares over all
+values. Bytes are relative to those that the dense model keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.common import Record, RecordFile, environment, parser_for, show
 from lightning_actprune import Keep, convert, measure_sensitivity, revert
 from lightning_actprune.analysis.measured_bits import choose_bits
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.analysis.second_backward import SecondBackward, mean_square
 from lightning_actprune.config import Config
 
 KEYS = "model", "steps", "setting"
@@ -147,9 +148,13 @@ class Study:
             loss = self._forward()
         report, ours = meter.report(), self._gradients(loss)
         revert(self.model)
-        error = sum((ours[name] - exact).square().sum() for name, exact in self._exact.items())
-        whole = sum(exact.square().sum() for exact in self._exact.values())
-        return math.sqrt(error / whole), report.stored_bytes / report.dense_bytes
+        error = mean_square(squares_of(exact, ours[name]) for name, exact in self._exact.items())
+        return math.sqrt(error), report.stored_bytes / report.dense_bytes
+
+
+def squares_of(exact: Tensor, ours: Tensor) -> tuple[int, float, float]:
+    """Return how many values a gradient has, its square and that of its error."""
+    return exact.numel(), float(exact.double().square().sum()), float((ours - exact).double().square().sum())
 
 
 def _figures(*figures: float | None) -> Record:

@@ -36,8 +36,8 @@ with the exact ones, by kind of layer:
     cosine = <exact, ours> / (|exact| |ours|)        norm_ratio = |ours| / |exact|
 
 With `--errors`, one model is trained densely. At the start, at the points at which a fit measures bits again, and at
-the end, the whole gradient of one batch is compared with that of each setting: its predicted and its actual error,
-relative to the norm of the exact one, and the share of the dense bytes that is kept.
+the end, the gradient of one batch is compared with that of each setting: its predicted and its actual error, as
+`max_error` bounds it, and the share of the dense bytes that is kept.
 
 With `--grow AXIS` nothing is trained. The largest size on the axis is searched whose step needs no more memory than
 that of the dense model, and the number of epochs that take the time of the dense training. Learning rates follow the
@@ -72,6 +72,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import MIB, RESULTS, environment, read_records, write_records
+from benchmarks.errors import squares_of
 from benchmarks.training_data import Images, Text, fingerprint
 from examples.classifier import cosine_factor, parameter_groups
 from examples.models import LANGUAGE_MODELS, MODELS, build_model
@@ -79,7 +80,7 @@ from lightning_actprune import Keep, config, convert, revert
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.measured_bits import TOO_LARGE, choose_rules
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
-from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.analysis.second_backward import SecondBackward, mean_square
 from lightning_actprune.callbacks.first_batch import points_of
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Rule
@@ -488,14 +489,13 @@ class Errors(Follower):
         """Return False: the training is dense."""
         self.backward()
         exact = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
-        whole = sum(grad.double().square().sum() for grad in exact.values())
+        dense = footprint(self.model, self.batch, self.precision).stored_bytes
         for setting, found in self.found.items():
             compress(self.model, setting, self.batch, self.precision)
             predicted, ours = self.backward(), dict(self.model.named_parameters())
-            error = sum((ours[name].grad - grad).double().square().sum() for name, grad in exact.items())
+            error = mean_square(squares_of(grad, ours[name].grad) for name, grad in exact.items())
             self.model.zero_grad()
-            report = footprint(self.model, self.batch, self.precision)
-            actual, kept = math.sqrt(error / whole), report.stored_bytes / report.dense_bytes
+            actual, kept = math.sqrt(error), footprint(self.model, self.batch, self.precision).stored_bytes / dense
             found.append([step, round(predicted, 5), round(actual, 5), round(kept, 5)])
             print(f"  step {step}, {setting}: {found[-1][1:]}", flush=True)
         revert(self.model)

@@ -7,6 +7,9 @@ are in proportion to ``1 / (2^v - 1)`` for v bits, so errors at other bits follo
 
 The weight gradients of the step contain errors ``E`` themselves: their squared norm is ``|G|^2 + E`` in the mean.
 
+The error that is bounded is a mean over all trained values (``second_backward.mean_square``): each parameter's error
+counts relative to its own gradient.
+
 What other operators keep brings errors into gradients, too, and a second backward measures all of these in one number
 (``analysis.second_backward``). They are part of the error that is bounded. If they take more than half of the bound (of
 its square), a batch each shows what each ``Kind`` of their values brings. Kinds get more bits if fewer bytes are kept
@@ -30,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
-from lightning_actprune.analysis.second_backward import LEAST_GRADIENT, Kind, SecondBackward
+from lightning_actprune.analysis.second_backward import Kind, SecondBackward, exact_square, mean_square
 from lightning_actprune.analysis.sensitivity import (
     ErrorWatcher,
     LayerSensitivity,
@@ -64,7 +67,7 @@ class BitsChoice(NamedTuple):
     Args:
         bits: Bits of a value by name of the layer; ``None`` means that the layer keeps its input unchanged.
         average: Bits of a value over all of them, without headers of blocks.
-        error: Predicted error of the gradient of all parameters, relative to its norm.
+        error: Predicted error of gradients, each relative to its own norm: root of the mean over all trained values.
         others: The part of it that is not from these layers.
         operators: Bits of other operators that get more than the settings say.
         more_bytes: How many bytes more than with the current bits a step keeps.
@@ -97,18 +100,19 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Measured:
-    """What batches have shown. Squares of errors are relative to that of the whole gradient of their batch.
+    """What batches have shown.
 
     Args:
-        layers: Each layer with its numbers (``_ConvertedLayer.numbers``) and the square of its exact gradient.
-        total: Square of the whole gradient in the first batch.
-        others: Square of the error from other operators in it.
+        layers: Each layer with its numbers (``_ConvertedLayer.numbers``), the square of its own error in the step, and
+            that of its exact gradient.
+        values: How many trained values have a gradient.
+        others: Mean square of the errors from other operators in the first batch.
         counts: How many values other operators keep, by their kind.
-        energies: Square of the error that a kind brings, of those that were measured.
+        energies: Mean square of the errors that a kind brings, of those that were measured.
     """
 
-    layers: list[tuple[_ConvertedLayer, list[float], float]]
-    total: float
+    layers: list[tuple[_ConvertedLayer, list[float], float, float]]
+    values: int
     others: float
     counts: dict[Kind, float]
     energies: dict[Kind, float] = field(default_factory=dict)
@@ -117,11 +121,11 @@ class _Measured:
         """Return the settings of layers if kinds have these bits."""
         shared = {bits: min([kinds.get(k, k.bits) for k in self.counts if k.bits == bits] or [bits]) for bits in BITS}
         rows = []
-        for layer, (error, expected, own, _, nbytes), square in self.layers:
+        for layer, (error, expected, nbytes), own, square in self.layers:
             there = shared.get(_bits_of_reader(error, expected, own), 0)
             for bits in (*BITS, None):
-                energy = error * ratio(bits and max(bits, there))
-                rows.append(layer.row(bits, energy, square, self.total, 0.0 if bits and bits <= there else nbytes))
+                relative = math.sqrt(error * ratio(bits and max(bits, there)) / square)
+                rows.append(layer.row(bits, relative, self.values, 0.0 if bits and bits <= there else nbytes))
         return rows
 
     def candidate(self, layers: dict[str, LayerSensitivity], kinds: dict[Kind, int]) -> _Candidate:
@@ -189,29 +193,30 @@ class BitsProbe:
         found = self._measured
         if found is None or self._kind is None:
             return None
-        layers = {layer.name: (row, square) for layer, row, square in found.layers}
+        layers = {layer.name: row for layer, *row in found.layers}
         counts, energies = ([(*kind, each) for kind, each in of.items()] for of in (found.counts, found.energies))
         kinds = {"counts": counts, "energies": energies, "kind": tuple(self._kind)}
-        return {"layers": layers, "total": found.total, "others": found.others, **kinds}
+        return {"layers": layers, "values": found.values, "others": found.others, **kinds}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches of a checkpoint."""
         by_name = {layer.name: layer for layer in self._layers.values()}
-        layers = [(by_name[name], row, square) for name, (row, square) in state["layers"].items() if name in by_name]
+        layers = [(by_name[name], *row) for name, row in state["layers"].items() if name in by_name]
         counts, energies = ({Kind(*kind): each for *kind, each in state[name]} for name in ("counts", "energies"))
-        self._measured = _Measured(layers, state["total"], state["others"], counts, energies)
+        self._measured = _Measured(layers, state["values"], state["others"], counts, energies)
         self._kind = Kind(*state["kind"])
 
     def _start(self) -> None:
         """Forget a batch that came to nothing."""
         first = self._layers if self._kind is None else {}
         for measured in first.values():
-            measured.batch, measured.own, measured.nbytes = None, [], []
+            measured.batch, measured.nbytes = None, []
         # The first batch may have shown that a layer is better left dense.
         watched = [measured for measured in first.values() if is_converted(measured.layer)]
         self._watcher = ErrorWatcher({measured.layer: measured for measured in watched})
         self._squares: dict[Tensor, Tensor] = {}
-        self._others: list[Tensor] = []
+        self._others: dict[Tensor, Tensor] = {}
+        self._own: dict[Tensor, Tensor] = {}
         self._counts: Counter[Kind] = Counter()
         self._second: SecondBackward | None = None
 
@@ -234,10 +239,10 @@ class BitsProbe:
     def _end_second(self) -> None:
         if self._second is not None:
             self._second.close()
-            self._others += [self._second.squares[p] for p in self._trained if p in self._second.squares]
             self._counts += self._second.counts
-            for measured in self._layers.values():
-                measured.own += [self._second.own[weight] for weight in measured.weights if weight in self._second.own]
+            for sums, found in ((self._others, self._second.squares), (self._own, self._second.own)):
+                for parameter, square in found.items():
+                    sums[parameter] = sums[parameter] + square if parameter in sums else square
             self._second = None
 
     @torch.no_grad()
@@ -283,30 +288,35 @@ class BitsProbe:
 
     def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> _Measured | None:
         """Return what the batches of all ranks have shown; ``None`` if the last one has shown nothing."""
-        whole = sum_of(self._squares.values())
-        zero = torch.zeros_like(whole)
-        numbers = torch.stack([zero, zero, sum_of(self._others).to(whole), whole, zero])[None]
-        if self._measured is None:
-            layers = [measured.numbers(self._squares).to(whole) for measured in self._layers.values()]
-            numbers = torch.cat([numbers, *(row[None] for row in layers)])
-        numbers[:, :3] /= mean_over
-        counts = numbers.new_tensor([self._counts[kind] for kind in _KINDS])
-        summed = over_ranks(torch.cat([counts, numbers.flatten()])).tolist()
-        counted, flat = summed[: len(_KINDS)], summed[len(_KINDS) :]
-        (_, _, noise, total, _), *rows = (flat[at : at + 5] for at in range(0, len(flat), 5))
-        left = [m if is_converted(m.layer) else None for m in self._layers.values()] if rows else []
-        found = [(m, row) for m, row in zip(left, rows, strict=True) if m is not None and row[0] and row[3]]
-        if not total or not all(map(math.isfinite, (total, noise, *(number for _, row in found for number in row)))):
+        layers = [measured for measured in self._layers.values() if self._measured is None]
+        zero = torch.zeros_like(sum_of(self._squares.values()))
+        sums = (self._others, mean_over), (self._own, mean_over), (self._squares, 1)
+        parts: list[list[Any]] = [[self._counts[kind] for kind in _KINDS]]
+        parts += [[of.get(parameter, zero) / ranks for parameter in self._trained] for of, ranks in sums]
+        parts += [measured.numbers(mean_over) for measured in layers]
+        numbers = torch.stack([torch.as_tensor(number).to(zero) for part in parts for number in part])
+        read: list[float] = over_ranks(numbers).tolist()
+        each = iter(read)
+        counts, noise, own, squares, *rows = ([next(each) for _ in part] for part in parts)
+        if not any(squares) or not all(map(math.isfinite, read)):
             return None
-        exact = [max(square - own, LEAST_GRADIENT * square) for _, (_, _, own, square, _) in found]
-        total -= math.fsum(row[3] for _, row in found) - math.fsum(exact)
-        total = max(total - noise, LEAST_GRADIENT * total)
+        by_parameter = zip(self._trained, noise, own, squares, strict=True)
+        found: dict[Tensor, tuple[int, float, float, float]] = {
+            p: (p.numel(), exact_square(square, e + o), e, o) for p, e, o, square in by_parameter
+        }
+        others = mean_square(of[:3] for of in found.values())
         if self._measured is None:
-            each = [(m, row, square) for (m, row), square in zip(found, exact, strict=True)]
-            kinds = {kind: count for kind, count in zip(_KINDS, counted, strict=True) if count}
-            self._measured = _Measured(each, total, noise / total, kinds)
+            known = []
+            for measured, row in zip(layers, rows, strict=True):
+                weights = [found[weight] for weight in measured.weights]
+                square = math.fsum(exact for _, exact, _, _ in weights)
+                if row[0] and square and is_converted(measured.layer):
+                    known.append((measured, row, math.fsum(error for *_, error in weights), square))
+            values = sum(count for count, exact, *_ in found.values() if exact)
+            kinds = {kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}
+            self._measured = _Measured(known, values, others, kinds)
         elif self._kind is not None:
-            self._measured.energies[self._kind] = noise / total
+            self._measured.energies[self._kind] = others
         return self._measured
 
     def _operators_in(self, kind: Kind) -> list[Operator]:
@@ -316,7 +326,7 @@ class BitsProbe:
         return self._config.operators_in(kind.family, kind.bits)
 
     def _choice(self, found: _Measured, best: _Candidate, now: _Candidate) -> BitsChoice:
-        sizes = {layer.name: row[-1] for layer, row, _ in found.layers}
+        sizes = {layer.name: nbytes for layer, (*_, nbytes), _, _ in found.layers}
         values = max(math.fsum(sizes.values()), 1.0)
         average = math.fsum((row.bits or 16) * sizes[name] for name, row in best.layers.items()) / values
         operators: dict[Operator, int] = {}
@@ -337,11 +347,9 @@ class _ConvertedLayer(MeasuredLayer):
 
     Args:
         ran_at: Bits in which the step would keep the input alone.
-        own: Squares of the errors that the step itself brings into the gradients of the weights.
     """
 
     ran_at: int = 0
-    own: list[Tensor] = field(default_factory=list)
 
     def see_input(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
@@ -350,32 +358,24 @@ class _ConvertedLayer(MeasuredLayer):
         errors: Tensor = super().see_input(x)
         return errors
 
-    def numbers(self, squares: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return squares of three errors and of the gradient, and bytes, fp64.
+    def numbers(self, mean_over: int) -> list[Tensor | float]:
+        """Return the squares of the errors at eight bits and at the bits of the step, and bytes at eight bits."""
+        error = 0.0 if self.batch is None else self.batch.sum() / mean_over
+        return [error, error * ratio(self.ran_at), float(sum(self.nbytes))]
 
-        The errors are those at eight bits, at the bits of the step, and that of the step as it was.
-        """
-        square = sum_of(squares[weight] for weight in self.weights if weight in squares)
-        error = square.new_zeros(()) if self.batch is None else self.batch.sum().to(square.device)
-        errors = error, error * ratio(self.ran_at), sum_of(self.own).to(square)
-        return torch.stack([*errors, square, square.new_full((), sum(self.nbytes))])
-
-    def row(self, bits: int | None, energy: float, own: float, total: float, nbytes: float) -> LayerSensitivity:
+    def row(self, bits: int | None, error: float, values: int, nbytes: float) -> LayerSensitivity:
         """Return the error and the bytes of this layer in ``bits`` bits.
 
         Args:
             bits: The bits; ``None`` keeps the values unchanged, in 16 bits.
-            energy: Square of the error.
-            own: Square of the layer's gradient.
-            total: Square of the whole gradient.
+            error: Relative error.
+            values: How many trained values there are.
             nbytes: Bytes at eight bits.
         """
         block = self.settings[0].block_size
         size = 2 * block if bits is None else row_bytes(block, bits, 0)
         size = round(nbytes * size / row_bytes(block, 8, 0))
-        return LayerSensitivity(
-            self.name, self.kind, 0.0, bits, math.sqrt(energy / own), math.sqrt(energy / total), size
-        )
+        return LayerSensitivity(self.name, self.kind, 0.0, bits, error, self.share(error, values), size)
 
 
 def _bits_of_reader(error: float, expected: float, own: float) -> int:
@@ -409,7 +409,8 @@ def choose_rules(
     Args:
         model: Any module that is not converted or compiled.
         loss: Returns the loss of a batch, computed by ``model``, under autocast if training is.
-        max_error: Bound on the norm of the error over the norm of the gradient of all parameters, in [0, 1].
+        max_error: Bound on the error of gradients, each relative to its own norm, in [0, 1]: on the root of the mean of
+            its square over all trained values.
         preset: The preset; one that quantizes.
         seed: Of torch's random numbers during the measurement.
 

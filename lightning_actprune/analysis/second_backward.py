@@ -55,7 +55,7 @@ _FAMILIES: dict[str, Family] = {
 }
 """Families of the functions in these modules of ``operators``."""
 
-LEAST_GRADIENT = 0.01
+_LEAST = 0.01
 """Least share of the measured square of a gradient that is not taken for its own errors."""
 
 Grads = Sequence[Tensor | None]
@@ -120,16 +120,15 @@ class SecondBackward:
         self.close()
 
     def relative_error(self, parameters: Iterable[Tensor]) -> float:
-        """Return the norm of the error of gradients over the norm of what they would be without it.
+        """Return the root of ``mean_square`` of the errors of gradients.
 
         Args:
             parameters: Those whose gradients are there (``grad``).
         """
-        found = [p for p in parameters if p.grad is not None]
-        error = sum(float(self.squares[p]) for p in found if p in self.squares)
-        whole = sum(float(_square(p.grad)) for p in found if p.grad is not None)
-        # In the mean, the square of a gradient has that of its error in it.
-        return math.sqrt(error / max(whole - error, LEAST_GRADIENT * whole)) if whole else 0.0
+        found = [
+            (p, float(square_of(p.grad)), float(self.squares.get(p, 0.0))) for p in parameters if p.grad is not None
+        ]
+        return math.sqrt(mean_square((p.numel(), exact_square(square, error), error) for p, square, error in found))
 
     def close(self) -> None:
         """Remove the hooks. Closing twice does nothing."""
@@ -147,7 +146,7 @@ class SecondBackward:
         def hook(_: Grads, grads: Grads) -> None:
             (difference,) = self._take(node, grads)
             if difference is not None:
-                _add(self.squares, parameter, _square(difference))
+                _add(self.squares, parameter, square_of(difference))
 
         return hook
 
@@ -162,7 +161,7 @@ class SecondBackward:
             own = _differences(again, grads, results, Counter(), None, apart) if apart and again is not None else None
             for place, difference in enumerate(own or ()):
                 if difference is not None:
-                    _add(self.own, apart[place], _square(difference))
+                    _add(self.own, apart[place], square_of(difference))
             differences, counts = self._take(node, grads), Counter[int]() if errs else None
             if all(d is None for d in differences) and (again is None or not (errs and _may_read(node))):
                 return
@@ -183,13 +182,31 @@ class SecondBackward:
         return hook
 
 
+def exact_square(measured: float, error: float) -> float:
+    """Return the square of a gradient without that of its error, which it contains in the mean."""
+    return max(measured - error, _LEAST * measured)
+
+
+def mean_square(parameters: Iterable[tuple[int, float, float]]) -> float:
+    """Return the mean, over all values, of the squares of relative errors of gradients.
+
+    Each gradient is compared with itself, since optimizers such as Adam divide it by its own size. An error counts as
+    one at most: a gradient of nothing but errors is no worse than none.
+
+    Args:
+        parameters: Number of values of each parameter, squared norm of its gradient, and that of the error.
+    """
+    found = [(count, min(1.0, error / exact)) for count, exact, error in parameters if exact]
+    return math.fsum(count * share for count, share in found) / max(1, sum(count for count, _ in found))
+
+
 def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
     sums[key] = value if key not in sums else sums[key] + value
 
 
-def _square(difference: Tensor) -> Tensor:
+def square_of(grad: Tensor) -> Tensor:
     """Return the squared norm, fp64."""
-    values = difference.coalesce().values() if difference.is_sparse else difference
+    values = grad.coalesce().values() if grad.is_sparse else grad
     norm: Tensor = torch.linalg.vector_norm(torch.view_as_real(values) if values.is_complex() else values.float())
     return norm.double().square()
 
@@ -308,7 +325,7 @@ def _random(results: Grads, grads: Grads, differences: Grads) -> list[Tensor | N
     known = [(grad, d) for grad, d in zip(grads, differences, strict=True) if grad is not None and d is not None]
     if not known:
         return [None] * len(results)
-    whole, part = (torch.stack([_square(x) for x in of]).sum() for of in zip(*known, strict=True))
+    whole, part = (torch.stack([square_of(x) for x in of]).sum() for of in zip(*known, strict=True))
     share = torch.where(whole > 0, part / whole, 0.0).sqrt()
     return [None if x is None else x * (_signs(x) * share).to(x.dtype) for x in results]
 

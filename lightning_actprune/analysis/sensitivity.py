@@ -44,6 +44,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import ModuleNames, eager_stance, input_layers, is_expanded
+from lightning_actprune.analysis.second_backward import square_of
 from lightning_actprune.codec.blocks import (
     BlockGeometry,
     TopkGroup,
@@ -90,8 +91,6 @@ from lightning_actprune.schedules import check_sparsity
 LINEAR = "type:linear"
 CHUNK = 2**22
 """Values whose errors are in memory at once."""
-NO_GRADIENT = 1e-3
-"""Share of the norm of all gradients below which a layer's own error does not matter."""
 _ANY = Keep(sparsity=0.5)
 """In a configuration that says no more than which layers there are."""
 _Value = TypeVar("_Value")
@@ -112,7 +111,8 @@ class LayerSensitivity:
         sparsity: Fraction of blocks dropped.
         bits: Bits of each kept value, ``None`` for values as they are.
         error: Predicted norm of the error over the norm of the layer's exact weight gradient.
-        share: The same over the norm of the gradient of all parameters.
+        share: What it adds to the error of all gradients, by root of squares: the error, at most one, times the root of
+            the share of trained values that are in this layer's weights.
         nbytes: Bytes that the setting keeps of the inputs of all batches.
     """
 
@@ -155,10 +155,10 @@ class SensitivityReport:
         """Return a setting for each measured layer: few bytes, and predicted errors of at most these.
 
         Args:
-            max_error: Largest norm of the errors of all measured weight gradients over the norm of the gradient of all
-                parameters, in [0, 1].
+            max_error: Largest error of gradients, each relative to its own norm, in [0, 1]: root of the mean of its
+                square over all trained values.
             max_layer_error: Largest norm of the error of a layer's weight gradient over the norm of this gradient, in
-                [0, 1]. Layers whose gradient has less than a thousandth of the norm of all are free of it.
+                [0, 1].
 
         Raises:
             TypeError: If an argument is no number.
@@ -168,7 +168,7 @@ class SensitivityReport:
         most = check_share(max_layer_error, "max_layer_error")
         options: dict[str, list[LayerSensitivity]] = {}
         for row in self.rows:
-            if row.error <= most or row.share < NO_GRADIENT * row.error:
+            if row.error <= most:
                 options.setdefault(row.fqn, []).append(row)
         chosen = {fqn: min(rows, key=lambda row: (row.nbytes, row.share)) for fqn, rows in options.items()}
         # Each step takes what lowers the square most a byte. Of equal settings it takes the first, so results repeat.
@@ -443,12 +443,17 @@ class MeasuredLayer:
         self.sums = sums if self.sums is None else self.sums + sums
         self.reason = "its weight gradient was zero or not finite"
 
-    def rows(self, energies: list[float], whole: float) -> Iterator[LayerSensitivity]:
-        """Yield what was found; ``energies`` are the sums, read, ``whole`` the squared norm of all gradients."""
+    def rows(self, energies: list[float], values: int) -> Iterator[LayerSensitivity]:
+        """Yield what was found; ``energies`` are the sums, read, ``values`` the number of trained values."""
         *errors, own = energies
         for setting, error, nbytes in zip(self.settings, errors, self.nbytes, strict=True):
-            relative = math.sqrt(error / own), math.sqrt(error / whole)
-            yield LayerSensitivity(self.name, self.kind, setting.sparsity, setting.bits or None, *relative, nbytes)
+            relative = math.sqrt(error / own)
+            how = setting.sparsity, setting.bits or None, relative, self.share(relative, values)
+            yield LayerSensitivity(self.name, self.kind, *how, nbytes)
+
+    def share(self, error: float, values: int) -> float:
+        """Return what an error of the weights adds to that of all ``values``."""
+        return min(1.0, error) * math.sqrt(sum(weight.numel() for weight in self.weights) / values)
 
 
 class ErrorWatcher:
@@ -555,7 +560,7 @@ class SensitivityProbe:
         self._skipped: list[LayerReport] = []
         self._owner = new_owner("measure_sensitivity()")
         self._open = ExitStack()
-        self._whole = torch.zeros((), dtype=torch.float64)
+        self._trained: dict[Tensor, None] = {}
         self.batches = 0
         """Batches that were measured."""
 
@@ -588,9 +593,8 @@ class SensitivityProbe:
         """Add the batch whose backward has run, with the gradients of all trained parameters."""
         self.batches += 1
         squares = squared_norms(grads)
-        whole = sum_of(squares.values())
-        is_finite = whole.isfinite()
-        self._whole = self._whole.to(whole.device) + torch.where(is_finite, whole, 0.0)
+        self._trained |= dict.fromkeys(squares)
+        is_finite = sum_of(squares.values()).isfinite()
         for measured in self._layers.values():
             measured.end_batch(squares, is_finite)
 
@@ -602,10 +606,10 @@ class SensitivityProbe:
         report = SensitivityReport([], list(self._skipped), self.batches, first.block_size, first.topk_over, names)
         known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
         read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []
-        whole = float(self._whole)
+        values = sum(parameter.numel() for parameter in self._trained)
         for (measured, _), energies in zip(known, read, strict=True):
             if energies[-1] > 0:
-                report.rows += measured.rows(energies, whole)
+                report.rows += measured.rows(energies, values)
         there = {row.fqn for row in report.rows}
         left = [m for m in self._layers.values() if m.name not in there]
         report.skipped += [LayerReport(m.name, m.kind, "linear", reason=m.reason) for m in left]
@@ -671,12 +675,7 @@ def _made(y: Tensor) -> Tensor:
 
 def squared_norms(grads: Mapping[Tensor, Tensor | None]) -> dict[Tensor, Tensor]:
     """Return the squared norm of each gradient that is there, fp64."""
-    found: dict[Tensor, Tensor] = {}
-    for parameter, grad in grads.items():
-        if grad is not None:
-            values = grad.coalesce().values() if grad.is_sparse else grad
-            found[parameter] = torch.linalg.vector_norm(values.float()).double().square()
-    return found
+    return {parameter: square_of(grad) for parameter, grad in grads.items() if grad is not None}
 
 
 def sum_of(squares: Iterable[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 
 import torch
@@ -67,7 +68,14 @@ def largest_error(factor: Tensor, block_size: int, bits: int) -> Tensor:
     return bound.expand_as(blocks).flatten(-2)[..., :length]
 
 
+def mean_relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the root of the mean over all values of squared relative errors, at most one, of pairs with the truth."""
+    found = [(expected.numel(), min(1.0, relative_error(actual, expected)) ** 2) for actual, expected in pairs]
+    return math.sqrt(sum(count * square for count, square in found) / sum(count for count, _ in found))
+
+
 def relative_error(actual: Tensor, expected: Tensor, least: float = 1e-300) -> float:
     """Return ``|actual - expected| / |expected|`` in fp64, at least over ``least``; NaN if anything is not finite."""
-    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    pair = (torch.view_as_real(t) if t.is_complex() else t for t in (actual.detach(), expected.detach()))
+    actual, expected = (t.double().cpu() for t in pair)
     return float((actual - expected).norm() / expected.norm().clamp(min=least))
