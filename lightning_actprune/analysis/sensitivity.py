@@ -560,7 +560,7 @@ class SensitivityProbe:
         self._skipped: list[LayerReport] = []
         self._owner = new_owner("measure_sensitivity()")
         self._open = ExitStack()
-        self._trained: dict[Tensor, None] = {}
+        self._squares: dict[Tensor, Tensor] = {}
         self.batches = 0
         """Batches that were measured."""
 
@@ -593,8 +593,10 @@ class SensitivityProbe:
         """Add the batch whose backward has run, with the gradients of all trained parameters."""
         self.batches += 1
         squares = squared_norms(grads)
-        self._trained |= dict.fromkeys(squares)
         is_finite = sum_of(squares.values()).isfinite()
+        for parameter, square in squares.items():
+            square = torch.where(is_finite.to(square.device), square, 0.0)
+            self._squares[parameter] = self._squares[parameter] + square if parameter in self._squares else square
         for measured in self._layers.values():
             measured.end_batch(squares, is_finite)
 
@@ -606,7 +608,8 @@ class SensitivityProbe:
         report = SensitivityReport([], list(self._skipped), self.batches, first.block_size, first.topk_over, names)
         known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
         read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []
-        values = sum(parameter.numel() for parameter in self._trained)
+        # As in `mean_square`, what gets no gradient does not count.
+        values = sum(parameter.numel() for parameter, square in self._squares.items() if square)
         for (measured, _), energies in zip(known, read, strict=True):
             if energies[-1] > 0:
                 report.rows += measured.rows(energies, values)

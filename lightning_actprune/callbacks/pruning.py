@@ -101,12 +101,13 @@ class ActivationPruning(TrainerCallback):
             the dense model's peak, such as ``0.25``. It then keeps blocks in the fastest way that fits and, among
             these, in the most exact one (``callbacks.budget``); the first two steps use the fewest bytes. It excludes a
             ``preset``.
-        max_error: Bound on the error of the gradient of all parameters, relative to its norm, in [0, 1], such as
-            ``0.1``; the gradient of a single layer may err by three times that. The first batch shows in how many bits
-            each linear layer and convolution has to keep its input (``analysis.measured_bits``), and what other
-            operators add (``analysis.second_backward``), a few more batches which of these need more bits; until then
-            all have the bits of the preset, by default ``"max"``. Both are measured again at 1, 3, 10, 20, 35 and 60 %
-            of the training. Layers whose bits a rule names keep these.
+        max_error: Bound on the error of gradients, in [0, 1], such as ``0.1``: on the root of the mean of its square
+            over all trained values, with each parameter's error relative to the norm of its own gradient. That of a
+            single layer may be three times as large. The first batch shows in how many bits each linear layer and
+            convolution has to keep its input (``analysis.measured_bits``), and what other operators add
+            (``analysis.second_backward``), a few more batches which of these need more bits; until then all have the
+            bits of the preset, by default ``"max"``. Both are measured again at 1, 3, 10, 20, 35 and 60 % of the
+            training. Layers whose bits a rule names keep these.
         total_steps: Value of ``trainer.global_step`` at which the progress of schedules is 1. It counts the steps of
             every optimizer; the default is the Trainer's estimate, which counts batches, so set it with several
             optimizers.

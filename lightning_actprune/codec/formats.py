@@ -80,7 +80,7 @@ SIGNED_PLACE = PLACE - 2**32
 """``PLACE`` modulo 2^32 as a signed 32-bit number: compilers multiply indices in 32 bits."""
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B)
 OTHER = 0x9E3779B1
-"""Seed of dithers that are independent of those by which values are stored."""
+"""Makes other numbers of those that dithers are computed from."""
 DITHER_BITS = 19
 """Bits of a code plus its dither: with the half and the 4 bits of a scale, a product has the 24 bits of fp32."""
 SCALE_CODES = 695
@@ -181,7 +181,7 @@ def _read(values: Tensor, block_size: int, bits: int, dtype: torch.dtype, first:
     step, middle = _in_memory(*_step_and_middle(headers, bits))
     offsets = codes - dither(headers, block_size, bits, first or 0)
     if first is not None:
-        offsets = offsets + dither(headers, block_size, bits, first, OTHER) - 2 ** (DITHER_BITS - bits - 1)
+        offsets = offsets + dither(headers, block_size, bits, first, again=True) - 2 ** (DITHER_BITS - bits - 1)
     return (middle + step * (offsets.float() - 0.5)).to(dtype)
 
 
@@ -209,18 +209,25 @@ def errs_again(bits: int, count: int) -> bool:
     return True
 
 
-def dither(headers: Tensor, block_size: int, bits: int, first: int = 0, seed: int = 0) -> Tensor:
+def dither(headers: Tensor, block_size: int, bits: int, first: int = 0, again: bool = False) -> Tensor:
     """Return ``2^n u - 1/2`` of blocks for codes of ``bits`` bits, int32 ``[nnz, block_size]``, with u uniform.
 
     ``headers`` are the 16-bit numbers ``H [nnz, 1]`` of the blocks, not negative, in the order of their places, of
-    which ``first`` is the first.
+    which ``first`` is the first. ``again``: as in ``spread_dither``.
     """
     kept, places = DITHER_BITS - bits, torch.arange(first, first + len(headers), device=headers.device)
-    return spread_dither((headers.flatten().long() << 16) + places * SIGNED_PLACE ^ seed, block_size, kept)
+    return spread_dither((headers.flatten().long() << 16) + places * SIGNED_PLACE, block_size, kept, again)
 
 
-def spread_dither(numbers: Tensor, block_size: int, places: int) -> Tensor:
-    """Return ``2^places u - 1/2``, int32 ``[nnz, block_size]``, of blocks with the int64 ``numbers [nnz]``."""
+def spread_dither(numbers: Tensor, block_size: int, places: int, again: bool = False) -> Tensor:
+    """Return ``2^places u - 1/2``, int32 ``[nnz, block_size]``, of blocks with the int64 ``numbers [nnz]``.
+
+    They are spread evenly over a block. Errors are not, since a value may lie anywhere in its step. So with ``again``,
+    numbers are independent, of each other and of those without it.
+    """
+    if again:
+        each = mix(numbers & MASK ^ OTHER)[:, None] + torch.arange(block_size, device=numbers.device) * PLACE
+        return (mix(each & MASK) >> (32 - places)).int()
     h = mix(numbers & MASK) >> (32 - places)
     turned = _reversed(torch.arange(block_size, device=numbers.device), places)
     # Lower halves of 64-bit numbers. A view of another width needs the numbers in memory; if a compiler fused all of

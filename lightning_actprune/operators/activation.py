@@ -462,16 +462,16 @@ def _multiply(
     step = stored.start_and_step()[1]
     derivative = (z * step + stored.shift()).float()
     if first is not None:
-        derivative += step * (dither(*of, formats.OTHER)[:count] - 0.5)
+        derivative += step * (dither(*of, again=True)[:count] - 0.5)
     is_lost = lost[:, None].expand(-1, RUN).reshape(-1)[:count] != 0
     return (torch.where(is_lost, torch.nan, derivative) * grad.float()).to(dtype)
 
 
-def dither(count: int, bits: int, device: torch.device, first: int = 0, seed: int = 0) -> Tensor:
+def dither(count: int, bits: int, device: torch.device, first: int = 0, again: bool = False) -> Tensor:
     """Return the fp32 numbers ``u [count]`` for codes of ``bits`` bits, of whole rows from row ``first`` on."""
     rows, places = torch.arange(first, first + count // ROW, device=device), DITHER_BITS - bits
-    numbers = rows * formats.SIGNED_PLACE ^ seed
-    return ((formats.spread_dither(numbers, ROW, places).float() + 0.5) * 2.0**-places).flatten()
+    spread = formats.spread_dither(rows * formats.SIGNED_PLACE, ROW, places, again)
+    return ((spread.float() + 0.5) * 2.0**-places).flatten()
 
 
 # === Launches =========================================================================================================

@@ -117,6 +117,17 @@ def test_training_is_the_same_and_errors_pass_through(inside):
     assert 0.75 < predicted / mean_relative_error(zip(found, right, strict=True)) < 1.33
 
 
+def test_errors_inside_a_block_do_not_cancel():
+    """In memory, blocks are pixels of a few channels, whose gradients are alike."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(64, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.randn(96, 64, 3, 3)
+    stored = copy.deepcopy(model)
+    convert(stored, rules={"*": Keep(bits=2, min_rows_for_low_bits=0)})
+    right, _ = gradients(model, x, measured=False)
+    found, predicted = gradients(stored, x, measured=True)
+    assert predicted == pytest.approx(mean_relative_error(zip(found, right, strict=True)), rel=0.05)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_runs_again_may_come_before_all_errors(reentrant):
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from lightning_actprune.analysis.second_backward import SecondBackward
+from lightning_actprune.codec import formats
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.config import Keep
 from tests.support.cases import CASES, FUNCTIONS, Case, variants
@@ -83,22 +84,26 @@ def test_errors_are_unbiased(case: Case, device: torch.device):
 
 @pytest.mark.cases(lambda case: case.exact != ("*",))
 @torch.backends.cudnn.flags(deterministic=True)
-def test_a_second_backward_errs_as_much_and_changes_nothing(case: Case, device: torch.device):
+def test_a_second_backward_errs_as_much_and_changes_nothing(case: Case, device: torch.device, monkeypatch):
+    """In the mean of some: few values are random in a channel's sums."""
     dense, ours = case.pair(Keep(bits=4), device)
     x = torch.cat([case.input(device).detach()] * 16, case.batch).requires_grad_()
     found, right = gradients(ours, x), gradients(dense, x)
-    y = run(ours, x)
-    loss = (y * grad_of(y)).sum()
-    second = SecondBackward(loss)
-    loss.backward()
-    second.close()
     leaves, predicted, actual, zero = {"input": x, **dict(ours.named_parameters())}, 0.0, 0.0, torch.zeros(())
-    for name, leaf in leaves.items():
-        assert torch.equal(leaf.grad, found[name])
-        predicted += second.squares.get(leaf, zero) / right[name].square().sum()
+    for seed in range(4):
+        monkeypatch.setattr(formats, "OTHER", seed)
+        y = run(ours, x)
+        loss = (y * grad_of(y)).sum()
+        second = SecondBackward(loss)
+        loss.backward()
+        second.close()
+        for name, leaf in leaves.items():
+            assert torch.equal(leaf.grad, found[name])
+            predicted += second.squares.get(leaf, zero) / right[name].square().sum() / 4
+            leaf.grad = None
+    for name in leaves:
         actual += relative_error(found[name], right[name]) ** 2
-    # Few values are random in a channel's sums.
-    assert 0.6 < (predicted / actual) ** 0.5 < 1.6
+    assert 0.65 < (predicted / actual) ** 0.5 < 1.5
 
 
 def test_autocast(case: Case, device: torch.device):
