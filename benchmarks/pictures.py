@@ -123,6 +123,26 @@ def differences() -> Figure:
     return figure
 
 
+def errors() -> Figure:
+    """Draw the errors of settings over dense trainings: lines as predicted, dots as they were."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    panels = list(groups(select("trainings", figure="error"), "model").values())
+    settings = dict.fromkeys(r["setting"] for records in panels for r in records)
+    styles = dict(zip(settings, STYLES, strict=False))
+    for axes, records in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        for r in records:
+            steps, predicted, actual, _ = zip(*r["errors"], strict=True)
+            shares = [100 * step / (r["epochs"] * r["batches"]) for step in steps]
+            color, marker = styles[r["setting"]]
+            axes.plot(shares, predicted, color=color, linewidth=1)
+            axes.plot(shares, actual, marker, color=color, markersize=4)
+        axes.set_title(model_name(records[0]))
+        axes.set_xlabel("share of the training, %")
+    figure.axes[0].set_ylabel("error of the gradient")
+    explain(figure, {words(setting).replace("`", ""): style for setting, style in styles.items()})
+    return figure
+
+
 def timeline() -> Figure:
     """Draw the memory of one step of a ViT-B/16, dense, checkpointed and with `max`, by what holds it."""
     records = [r for r in load("timeline") if r["model"] == TIMELINE]
@@ -151,4 +171,5 @@ def draw_all(folder: Path) -> None:
         save(frontier(), folder / "frontier.png", colors=256)
         save(compiled_frontier(), folder / "frontier_compiled.png")
         save(differences(), folder / "trainings.png")
+        save(errors(), folder / "errors.png")
         save(timeline(), folder / f"timeline_{TIMELINE}.png", colors=128)

@@ -504,28 +504,15 @@ def bounds() -> str:
 
 
 def growth() -> str:
-    """Predicted error of the gradient at points of long trainings, and after bits changed."""
-    records = [r for r in trainings() if r.get("errors")]
-    shares, rows = {}, []
-    for r in records:
-        steps = r["epochs"] * r["batches"]
-        cells = {round(100 * step / steps): (before, after) for step, before, after in r["errors"]}
-        shares |= dict.fromkeys(cells)
-        rows.append((r, cells))
-
-    def cell(before: float, after: float) -> str:
-        return f"{before:.3f}" if before == after else f"{before:.3f} -> {after:.3f}"
-
-    shown = [
-        [
-            model_name(r),
-            words(r["setting"]),
-            str(r["seed"]),
-            *(cell(*cells[s]) if s in cells else "-" for s in sorted(shares)),
-        ]
-        for r, cells in rows
-    ]
-    return sourced(("model", "setting", "seed", *(f"{s} %" for s in sorted(shares))), shown, records, "trainings")
+    """Largest errors of settings over dense trainings, and the bytes kept at the start and at the end."""
+    rows = []
+    for r in (records := select("trainings", figure="error")):
+        predicted, actual, kept = (list(column) for column in list(zip(*r["errors"], strict=True))[1:])
+        place = predicted.index(max(predicted))
+        cells = f"{predicted[place]:.3f}", f"{actual[place]:.3f}", f"{100 * kept[0]:.1f} %", f"{100 * kept[-1]:.1f} %"
+        rows.append([model_name(r), words(r["setting"]), *cells])
+    header = "model", "setting", "largest error", "actual", "kept at the start", "kept at the end"
+    return sourced(header, rows, records, "trainings")
 
 
 def _describe_bound(record: Record) -> str:
