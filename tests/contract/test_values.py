@@ -90,7 +90,7 @@ def test_a_second_backward_errs_as_much_and_changes_nothing(case: Case, device: 
     x = torch.cat([case.input(device).detach()] * 16, case.batch).requires_grad_()
     found, right = gradients(ours, x), gradients(dense, x)
     leaves, predicted, actual, zero = {"input": x, **dict(ours.named_parameters())}, 0.0, 0.0, torch.zeros(())
-    for seed in range(4):
+    for seed in range(2):
         monkeypatch.setattr(formats, "OTHER", seed)
         y = run(ours, x)
         loss = (y * grad_of(y)).sum()
@@ -99,7 +99,7 @@ def test_a_second_backward_errs_as_much_and_changes_nothing(case: Case, device: 
         second.close()
         for name, leaf in leaves.items():
             assert torch.equal(leaf.grad, found[name])
-            predicted += second.squares.get(leaf, zero) / right[name].square().sum() / 4
+            predicted += second.squares.get(leaf, zero) / right[name].square().sum() / 2
             leaf.grad = None
     for name in leaves:
         actual += relative_error(found[name], right[name]) ** 2
