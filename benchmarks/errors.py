@@ -153,7 +153,7 @@ class Study:
 
 
 def squares_of(exact: Tensor, ours: Tensor) -> tuple[int, float, float]:
-    """Return how many values a gradient has, its square and that of its error."""
+    """Return the number of values of a gradient, its squared norm, and that of its error."""
     return exact.numel(), float(exact.double().square().sum()), float((ours - exact).double().square().sum())
 
 

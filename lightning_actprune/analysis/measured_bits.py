@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
-from lightning_actprune.analysis.second_backward import Kind, SecondBackward, exact_square, mean_square
+from lightning_actprune.analysis.second_backward import Kind, SecondBackward, add_to, exact_square, mean_square
 from lightning_actprune.analysis.sensitivity import (
     ErrorWatcher,
     LayerSensitivity,
@@ -242,7 +242,7 @@ class BitsProbe:
             self._counts += self._second.counts
             for sums, found in ((self._others, self._second.squares), (self._own, self._second.own)):
                 for parameter, square in found.items():
-                    sums[parameter] = sums[parameter] + square if parameter in sums else square
+                    add_to(sums, parameter, square)
             self._second = None
 
     @torch.no_grad()

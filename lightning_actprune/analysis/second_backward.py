@@ -146,7 +146,7 @@ class SecondBackward:
         def hook(_: Grads, grads: Grads) -> None:
             (difference,) = self._take(node, grads)
             if difference is not None:
-                _add(self.squares, parameter, square_of(difference))
+                add_to(self.squares, parameter, square_of(difference))
 
         return hook
 
@@ -161,7 +161,7 @@ class SecondBackward:
             own = _differences(again, grads, results, Counter(), None, apart) if apart and again is not None else None
             for place, difference in enumerate(own or ()):
                 if difference is not None:
-                    _add(self.own, apart[place], square_of(difference))
+                    add_to(self.own, apart[place], square_of(difference))
             differences, counts = self._take(node, grads), Counter[int]() if errs else None
             if all(d is None for d in differences) and (again is None or not (errs and _may_read(node))):
                 return
@@ -175,7 +175,7 @@ class SecondBackward:
                     differences = [None if g is None or s is None else s - g for g, s in pairs]
             for place, difference in enumerate(_random(results, grads, differences) if found is None else found):
                 if difference is not None:
-                    _add(self._differences, node.next_functions[place], difference)
+                    add_to(self._differences, node.next_functions[place], difference)
             for each, count in (counts or {}).items():
                 self.counts[Kind(family, each)] += count
 
@@ -190,8 +190,8 @@ def exact_square(measured: float, error: float) -> float:
 def mean_square(parameters: Iterable[tuple[int, float, float]]) -> float:
     """Return the mean, over all values, of the squares of relative errors of gradients.
 
-    Each gradient is compared with itself, since optimizers such as Adam divide it by its own size. An error counts as
-    one at most: a gradient of nothing but errors is no worse than none.
+    Each gradient is compared with itself, since optimizers such as Adam divide it by its own size. An error that
+    is larger than the gradient counts as one.
 
     Args:
         parameters: Number of values of each parameter, squared norm of its gradient, and that of the error.
@@ -200,7 +200,8 @@ def mean_square(parameters: Iterable[tuple[int, float, float]]) -> float:
     return math.fsum(count * share for count, share in found) / max(1, sum(count for count, _ in found))
 
 
-def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+def add_to(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+    """Add a value to the sum with this key."""
     sums[key] = value if key not in sums else sums[key] + value
 
 

@@ -44,7 +44,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import ModuleNames, eager_stance, input_layers, is_expanded
-from lightning_actprune.analysis.second_backward import square_of
+from lightning_actprune.analysis.second_backward import add_to, square_of
 from lightning_actprune.codec.blocks import (
     BlockGeometry,
     TopkGroup,
@@ -595,8 +595,7 @@ class SensitivityProbe:
         squares = squared_norms(grads)
         is_finite = sum_of(squares.values()).isfinite()
         for parameter, square in squares.items():
-            square = torch.where(is_finite.to(square.device), square, 0.0)
-            self._squares[parameter] = self._squares[parameter] + square if parameter in self._squares else square
+            add_to(self._squares, parameter, torch.where(is_finite.to(square.device), square, 0.0))
         for measured in self._layers.values():
             measured.end_batch(squares, is_finite)
 
