@@ -38,6 +38,7 @@ from lightning_actprune.operators.base import (
     LayerState,
     Marks,
     dense_class,
+    is_quantized,
     torch_class,
 )
 from lightning_actprune.operators.convolution import Convolution
@@ -424,6 +425,8 @@ def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) 
         return "is a transposed convolution, whose input stays uncompressed"
     cls = find_compressed_class(type(layer))
     if cls is None and not is_converted(layer):
+        if is_quantized(getattr(layer, "weight", None)):
+            return "its weight is frozen and quantized, so it keeps no input"
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward is not known to be that of its base class"
     if "forward" in layer.__dict__:

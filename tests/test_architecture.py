@@ -34,12 +34,18 @@ LAYERS = (
     {"functional", "convert", "replay", "report"},
     {"analysis"},
     {"callbacks"},
+    {"integrations"},
     {"__init__", "__main__"},
 )
 """A module imports from its own layer and from those before it. ``codec.formats`` is not of the layer ``codec``."""
 FOR_KERNELS = {"codec.formats", "codec.blocks", "codec.private", "codec.dispatch", "kernels"}
 """All that kernels may know of the package; ``codec.dispatch`` for what runs inside an operator."""
-ONLY_IN = {"lightning": "callbacks", "lightning_utilities": "callbacks", "triton": "kernels"}
+ONLY_IN = {
+    "lightning": "callbacks",
+    "lightning_utilities": "callbacks",
+    "triton": "kernels",
+    "transformers": "integrations",
+}
 
 
 def modules() -> dict[str, Path]:

@@ -11,8 +11,9 @@ place. Inputs, parameters and buffers are matched at the start, outputs when the
 its result, which the next layer may keep as its input. Autocast's 16-bit copy of a weight is matched by its leaf and
 region (``analysis.recorder``). All other storages are new.
 
-A forward that reads values, or that takes tensors which are more than strided memory (a DTensor, say), cannot run this
-way. Its module then has no dense footprint.
+A frozen linear layer whose weight is quantized (bitsandbytes, torchao) keeps nothing but that weight. Its twin has a
+frozen weight in the type of the input in its place. Any other forward that takes tensors which are more than strided
+memory (a DTensor, say), or that reads values, cannot run this way. Its module then has no dense footprint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.nn.utils import parametrize
 
 from lightning_actprune.analysis.recorder import find_copied_leaf, find_shared_copy, find_storages, is_expanded
 from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
-from lightning_actprune.operators.base import Converted, dense_class
+from lightning_actprune.operators.base import Converted, dense_class, is_quantized
 from lightning_actprune.operators.containers import map_tensors
 from lightning_actprune.operators.hooks import MODULE_ATTRIBUTES
 from lightning_actprune.operators.second_run import python_generators, set_python_generators
@@ -108,6 +109,8 @@ class DenseForward:
 
     def _make_twin(self, module: nn.Module) -> nn.Module:
         """Return a module of the dense class with fake parameters and buffers, twins as children, and no hooks."""
+        if isinstance(module, nn.Linear) and is_quantized(module.weight):
+            return _QuantizedLinear(module, self._pair)
         cls = type(module)
         while issubclass(cls, Converted):
             cls = dense_class(cls)
@@ -152,6 +155,26 @@ class DenseForward:
         """Match the storage of ``fake`` with that of ``real``, unless it has a match."""
         for (key, _), real_storage in zip(find_storages(fake), find_storages(real), strict=False):
             self._keys.setdefault(key, real_storage)
+
+
+class _QuantizedLinear(nn.Module):
+    """The twin of a frozen linear layer with a quantized weight.
+
+    Args:
+        layer: The layer.
+        pair: Called with a fake weight and the real one.
+    """
+
+    def __init__(self, layer: nn.Linear, pair: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._layer, self._pair = [layer], pair  # in a list, since it is no child
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output in the type of ``x``."""
+        (layer,) = self._layer
+        weight = torch.empty(layer.out_features, layer.in_features, dtype=x.dtype, device=x.device)
+        self._pair(weight, layer.weight)
+        return nn.functional.linear(x, weight)
 
 
 def _make_pack_hook(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -28,7 +27,7 @@ class CompiledLayers:
         self.rows: list[Row] = []
         """How compiled code keeps each value that backward reads, in the current or the last fit."""
 
-    def begin(self, model: pl.LightningModule) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Install the pass when a fit begins."""
         self.end()  # of a fit whose end it has missed
         reason = why_not()
@@ -41,7 +40,7 @@ class CompiledLayers:
                 f"{reason} Layers pack by themselves, and the compiler keeps all tensors of other operations."
             )
 
-    def mark(self, model: pl.LightningModule, unmarked_layers: bool) -> None:
+    def mark(self, model: nn.Module, unmarked_layers: bool) -> None:
         """Mark the layers after a conversion.
 
         Args:
@@ -51,7 +50,7 @@ class CompiledLayers:
         if self._packing is not None:
             mark_layers(model, self._owner, unmarked_layers=unmarked_layers)
 
-    def news(self, model: pl.LightningModule) -> list[Row]:
+    def news(self, model: nn.Module) -> list[Row]:
         """Return the rows that are new since the last call; called after each step.
 
         If a compiler has left marks in its graphs, remove them from the layers and warn the user.

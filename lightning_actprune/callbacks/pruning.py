@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -571,7 +571,7 @@ def _check_gradients(trainer: pl.Trainer) -> None:
 def _check_precision(trainer: pl.Trainer, config: Config) -> None:
     """Raise if the precision plugin replaces linear layers, or the precision is too high to quantize."""
     plugin = trainer.precision_plugin
-    if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+    if isinstance(plugin, TransformerEnginePrecision):
         raise MisconfigurationException(
             f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces linear layers by its own. "
             'HINT: use another `precision`, such as "bf16-mixed".'

@@ -1,0 +1,1 @@
+"""Callbacks for the training loops of other packages, each in a module that imports its package."""
