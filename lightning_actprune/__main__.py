@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import shutil
@@ -31,7 +32,8 @@ from rich.text import Text
 from torch import nn
 
 from lightning_actprune import __version__
-from lightning_actprune.analysis.estimate import METHODS, estimate
+from lightning_actprune.analysis.allocation import check_memory_budget
+from lightning_actprune.analysis.estimate import DENSE, METHODS, Estimate, estimate
 from lightning_actprune.analysis.simulate_step import PRECISIONS
 from lightning_actprune.codec.dispatch import choose_backend, kernel_refusals
 
@@ -48,6 +50,15 @@ OPTIONAL = {
     "transformers": "its Conv1D layers",
 }
 """Optional packages, and what uses them."""
+_MOST_EXACT_FIRST = DENSE, "balanced", "max", "recompute"
+_TASKS = {
+    "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "Seq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+    "ImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "VideoClassification": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING",
+}
+"""Endings of transformers' ``AutoModelFor`` classes, with the mappings of what they cover."""
 _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 """Names under which triton is distributed."""
 _DESCRIPTION = "Show versions, GPUs and where the kernels run."
@@ -85,6 +96,7 @@ def _add_estimate(commands: Any) -> None:
     parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of a text (default: 1024)")
     parser.add_argument("--shape", type=_parse_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
     parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="(default: bf16-mixed)")
+    parser.add_argument("--memory", type=_parse_memory, metavar="24GiB", help="of a GPU; shows what fits")
     parser.add_argument("--presets", nargs="+", choices=METHODS, default=list(METHODS), metavar="PRESET", help="rows")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
@@ -100,8 +112,32 @@ def _print_estimate(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(result.to_rows(), indent=2) + "\n")
     else:
-        Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(result.rich())
+        console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+        console.print(result.rich())
+        console.print(Text(_describe_step(args, batch)))
+        if args.memory is not None:
+            console.print(Text(_describe_fit(result, args.memory)))
     return 0
+
+
+def _describe_step(args: argparse.Namespace, batch: Any) -> str:
+    """Return a sentence on what was assumed."""
+    named = batch.items() if isinstance(batch, dict) else enumerate(batch if isinstance(batch, tuple) else (batch,))
+    shapes = [f"{name} {[*value.shape]}" for name, value in named if isinstance(value, torch.Tensor)]
+    return f"Assumed: {args.precision}, fused AdamW on all trained parameters, a batch of {', '.join(shapes)}."
+
+
+def _describe_fit(result: Estimate, memory: int) -> str:
+    """Return which rows fit in a GPU, and that of them which compresses the least."""
+    peaks = {row.method: row.peak_bytes for row in result.rows if row.peak_bytes is not None}
+    answers = [f"{method} {'yes' if peak <= memory else 'no'}" for method, peak in peaks.items()]
+    text = f"Fits in {memory / _GIB:.3g} GiB: {', '.join(answers)}."
+    fitting = next((name for name in _MOST_EXACT_FIRST if peaks.get(name, math.inf) <= memory), None)
+    if fitting is None:
+        return f"{text} Nothing does: take a smaller batch."
+    if fitting == DENSE:
+        return f"{text} Nothing has to be compressed."
+    return f'{text} Use callbacks=[ActivationPruning("{fitting}")].'
 
 
 def _load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -118,8 +154,7 @@ def _load_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:
         model: Any = _load_timm(name)
         return model, _make_images(args.batch, args.shape or tuple(model.pretrained_cfg["input_size"]))
     if source == "hf":
-        tokens = torch.empty(args.batch, args.length, dtype=torch.int64, device="meta")
-        return _load_hugging_face(name), {"input_ids": tokens, "labels": tokens}
+        return _load_hugging_face(name, args)
     value = _load_attribute(source, name)
     if isinstance(value, tuple) and len(value) == 2:
         return value
@@ -159,8 +194,8 @@ def _load_timm(name: str) -> nn.Module:
     return model
 
 
-def _load_hugging_face(name: str) -> nn.Module:
-    """Return a causal language model of this type, or of the configuration at this path or hub name."""
+def _load_hugging_face(name: str, args: argparse.Namespace) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return a model of this type, or of the configuration at this path or hub name, and a batch."""
     transformers = _import("transformers")
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     try:
@@ -176,14 +211,33 @@ def _load_hugging_face(name: str) -> nn.Module:
             "folder of a config.json; models with restricted access need a token (HF_TOKEN)."
         ) from error
     config.use_cache = False
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    task = _find_task(config)
+    if task is None:
         raise ValueError(
-            f"hf:{name} is no causal language model of transformers (its type is {config.model_type!r}). HINT: give a "
-            "callable that returns (model, batch), as MODULE:ATTRIBUTE."
+            f"hf:{name} is of type {config.model_type!r}, for which transformers has no language model and no "
+            "classifier of images or videos. HINT: give a callable that returns (model, batch), as MODULE:ATTRIBUTE."
         )
+    size = getattr(config, "image_size", None) or 224
+    image = getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)
+    shape = {"ImageClassification": image, "VideoClassification": (getattr(config, "num_frames", 16), *image)}.get(task)
     with torch.device("meta"):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model
+        model: nn.Module = getattr(transformers, f"AutoModelFor{task}").from_config(config)
+        if shape is None:
+            tokens = torch.empty(args.batch, args.length, dtype=torch.int64)
+            decoded = {"decoder_input_ids": tokens} if task == "Seq2SeqLM" else {}
+            return model, {"input_ids": tokens, **decoded, "labels": tokens}
+        labels = torch.empty(args.batch, dtype=torch.int64)
+        return model, {"pixel_values": torch.empty(args.batch, *(args.shape or shape)), "labels": labels}
+
+
+def _find_task(config: Any) -> str | None:
+    """Return for what a model of transformers with this configuration is trained, else the first task it can be."""
+    found = {task: getattr(_import("transformers"), name).get(type(config), None) for task, name in _TASKS.items()}
+    for task, classes in found.items():
+        names = {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,)) if each}
+        if names & set(config.architectures or ()):
+            return task
+    return next((task for task, classes in found.items() if classes), None)
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:
@@ -195,6 +249,16 @@ def _suggest(name: str, names: Iterable[str]) -> str:
 def _make_images(samples: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.empty(samples, *shape, device="meta")
     return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
+
+
+def _parse_memory(text: str) -> int:
+    try:
+        size = check_memory_budget(text)
+    except ValueError:
+        size = 0.0
+    if not isinstance(size, int):
+        raise argparse.ArgumentTypeError(f"must be a size such as 24GiB, got {text!r}")
+    return size
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:

@@ -255,6 +255,15 @@ def test_as_a_command(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     assert [line.split()[1] for line in lines if "│" in line] == ["dense", "max"]
+    peaks = {row.method: row.peak_bytes for row in estimate(blocks(), batch_for((64, 32))).rows}
+    for memory, advice in (
+        (peaks["dense"], "dense yes, max yes. Nothing has to be compressed"),
+        (peaks["dense"] - 1, 'dense no, max yes. Use callbacks=[ActivationPruning("max")]'),
+        (peaks["max"] - 1, "dense no, max no. Nothing does"),
+    ):
+        options = ["--shape", "32", "--batch", "64", "--presets", "dense", "max", "--memory", f"{memory}B"]
+        assert main(["estimate", "a_module_of_a_user:model", *options]) == 0
+        assert advice in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_user_module")
@@ -281,16 +290,25 @@ def test_what_the_command_cannot_do(arguments: list[str], match: str, monkeypatc
 
 @pytest.mark.foreign
 def test_models_of_libraries(capsys, monkeypatch):
+    import transformers
+
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", mock.Mock(side_effect=OSError("offline")))
-    for name, said in (("timm:resnt18", "did you mean resnet18"), ("hf:org/a", "OSError: offline"), ("hf:t5", "'t5'")):
+    for name, said in (
+        ("timm:resnt18", "did you mean resnet18"),
+        ("hf:org/a", "OSError: offline"),
+        ("hf:detr", "'detr'"),
+    ):
         assert main(["estimate", name]) == 1
         assert said in capsys.readouterr().err
     parsed = {"batch": 2, "length": 16, "shape": None}
-    for name, shape in (("timm:resnet18", (2, 3, 224, 224)), ("hf:gpt2", (2, 16))):
+    image = 2, 3, 224, 224
+    for name, shape in (("timm:resnet18", image), ("hf:gpt2", (2, 16)), ("hf:t5", (2, 16)), ("hf:vit", image)):
         model, batch = command._load_model(type("Arguments", (), parsed | {"model": name}))
-        inputs = batch["input_ids"] if isinstance(batch, dict) else batch[0]
+        inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         assert isinstance(model, nn.Module)
         assert inputs.shape == shape
+    config = transformers.BertConfig(architectures=["BertForMaskedLM"])  # the first for this type is a causal one
+    assert command._find_task(config) == "MaskedLM"
 
 
 # Beside records of a GPU.
