@@ -14,6 +14,9 @@ So a module's input is a value that backward reads, like any other, and its mark
 outputs are not computed again: their readers decide how they are kept. Where all readers are marked, the module's own
 reads of an output use the copy.
 
+Indices that ``topk`` and ``argmax`` have chosen, such as the experts of a token, are saved: from inputs of few bits
+they may be others. Values of ``topk`` are gathered at them.
+
 Random numbers of the second run are those of the first: inductor draws from seeds, which are saved. Other random
 operations, such as attention with dropout, are saved unpacked.
 
@@ -39,6 +42,7 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.compiled.graphs import (
     FORWARD,
+    GETITEM,
     MARK,
     NOT_IN_FORWARD,
     Joint,
@@ -156,7 +160,7 @@ def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
         can_copy = (node in from_inputs or node in from_seeds) and all("val" in of.meta for of in node.all_input_nodes)
         if name_of(node) == MARK and first_input(node) not in repeatable and first_input(node) not in inputs:
             continue  # of a saved value, such as a result of dropout, which the layer packs as elsewhere
-        if can_copy and not _draws(node) and all(name_of(user) == MARK for user in outside):
+        if can_copy and not (_draws(node) or _chooses(node)) and all(name_of(user) == MARK for user in outside):
             repeatable.add(node)
     # The input of a module may be the output of one that keeps its tags because none of its inputs has a gradient.
     untagged = {on for mark in inputs for on in path(mark, source_of(mark))}
@@ -179,6 +183,15 @@ def _draws(node: Node) -> bool:
     place = names.index("dropout_p")
     chance = node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0)
     return not isinstance(chance, int | float) or chance > 0
+
+
+def _chooses(node: Node) -> bool:
+    """Return True if a node is the indices that an operation has chosen."""
+    return name_of(node) == "aten.argmax" or (_is_of_topk(node) and node.args[1:] == (1,))
+
+
+def _is_of_topk(node: Node) -> bool:
+    return name_of(node) == GETITEM and name_of(first_input(node)) == "aten.topk"
 
 
 class _Copies:
@@ -225,6 +238,12 @@ class _Copies:
             return self._writer.call(_alias, node)
         if name_of(node) == MARK and node not in self._inputs:  # of a layer in the module, which saves nothing
             return self._copy_of[first_input(node)]
+        if _is_of_topk(node):
+            topk = first_input(node)
+            indices = next((user for user in topk.users if _chooses(user)), None)
+            if indices is not None:
+                dim = topk.args[2] if len(topk.args) > 2 else -1
+                return self._writer.call(torch.ops.aten.gather.default, self._copy_of[first_input(topk)], dim, indices)
         return self._writer.copy(node, self._copy_of)
 
     def _half(self, mark: Node) -> Node | None:

@@ -26,8 +26,9 @@ stored once.
 ``operators.second_run`` makes sure that the second run computes what the first one did, or raises an error that names
 the module. To compare both, one run of each module stores an exact copy of its inputs.
 
-The second run has to save as many tensors as the first, of the same shapes. If shapes depend on values that are
-computed from ``x``, as in a mixture of experts, they may differ and raise such an error; use ``bits=None`` there.
+The second run has to save as many tensors as the first, of the same shapes. Experts that ``topk`` or ``argmax`` chooses
+are the same in both. If shapes depend otherwise on values that are computed from ``x``, as on which are above a
+threshold, they may differ and raise such an error; use ``bits=None`` there.
 
 A compiler sees torch's checkpoint around the dense module, with marked inputs, which the pass over its joint graph
 packs (``compiled.recompute``). Without the pass they are stored exactly. There are two exceptions. A module that does

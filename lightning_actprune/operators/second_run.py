@@ -9,6 +9,8 @@ state in which the first run starts, and restores it around the second run:
 - Parameters that were exchanged for the first run (``torch.func.functional_call``), and ``training`` flags.
 - The choice of attention kernels (``torch.nn.attention.sdpa_kernel``).
 - The random generators of Python and NumPy. ``torch.utils.checkpoint`` restores torch's own, and autocast.
+- What ``topk`` and ``argmax`` have chosen, such as the experts of a token. From inputs of few bits they would choose
+  differently where two values are close, and gradients would go to experts that have not computed the output.
 
 If a parameter is written to between both runs, the second run raises an error, as autograd does for the dense module.
 It also raises one if a buffer is written to for the first time in a run that is not inspected, for lack of a copy.
@@ -29,7 +31,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved_tensors_hooks
@@ -70,7 +73,7 @@ class RunHistory:
 
     def __init__(self) -> None:
         self.runs, self.modules = 0, 0
-        self.draws_numbers, self.has_been_compared = False, False
+        self.draws_numbers, self.has_been_compared, self.chooses = False, False, False
         self.masks: set[int] = set()
         """Numbers of the arguments that were an additive mask in some run."""
         self.buffer_writers: set[int] = set()
@@ -84,6 +87,37 @@ class RunHistory:
 
     def __reduce__(self) -> tuple[type[RunHistory], tuple[()]]:
         return RunHistory, ()
+
+
+_CHOICES = torch.topk, Tensor.topk, torch.argmax, Tensor.argmax
+
+
+class _Choices(TorchFunctionMode):
+    """Notes the indices that a run chooses, or lets a second run choose the same.
+
+    Args:
+        noted: The indices of the first run, ``None`` to note them.
+    """
+
+    def __init__(self, noted: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.noted = [] if noted is None else noted
+        self._repeated = None if noted is None else iter(noted)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _CHOICES:
+            return result
+        indices = result if isinstance(result, Tensor) else result[1]
+        if self._repeated is None:
+            self.noted.append(indices.detach())
+            return result
+        indices.data.copy_(next(self._repeated))  # in place, since autograd has saved these
+        if result is not indices:
+            x, dim = args[0] if args else kwargs["input"], kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            result[0].data.copy_(x.detach().gather(dim, indices))
+        return result
 
 
 class _Buffer(NamedTuple):
@@ -126,6 +160,7 @@ class FirstRun:
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
+        self._choices: list[Tensor] = []
         self._saves_16_bits = False
         """True if a saved tensor has values in 16 bits."""
 
@@ -149,11 +184,16 @@ class FirstRun:
         with torch.autograd.graph.saved_tensors_hooks(
             self._add_sums(pack, self._sums) if self.is_compared else pack, self._name_errors(unpack)
         ):
+            choices = _Choices() if self._is_inspected or self._history.chooses else None
             try:
-                yield
+                with choices or nullcontext():
+                    yield
             except RuntimeError as error:
                 explain(error)
                 raise
+        if choices is not None:
+            self._choices = choices.noted
+            self._history.chooses |= bool(self._choices)
         self._find_written_buffers()
         self._record_generators(generators)
         self._parameters = [
@@ -178,6 +218,8 @@ class FirstRun:
                 set_python_generators(self._generators)
             if self._attention != _attention_kernels():
                 stack.enter_context(sdpa_kernel(list(self._attention)))
+            if self._choices:
+                stack.enter_context(_Choices(self._choices))
             try:
                 return self._run_and_compare(run) if self.is_compared else run()
             except Exception as error:

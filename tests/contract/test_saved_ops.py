@@ -89,6 +89,7 @@ SHAPE_ALONE: dict[str, Function] = {
     "_adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x.view(-1, 4, 4, 4), 2),
     "max_pool2d_with_indices": lambda x: F.max_pool2d(x, 2),
     "max_pool3d_with_indices": lambda x: F.max_pool3d(x.view(-1, 4, 4, 4), 2),
+    "index_add": lambda x: torch.zeros_like(x).index_add(0, torch.arange(len(x)) // 2, x),
 }
 ELSEWHERE = {"linear", "cudnn_batch_norm", "_fused_rms_norm"}
 """Operations of other devices, types or builds of torch."""
@@ -143,7 +144,7 @@ def test_other_gradients_are_off_by_no_more_than_is_said(name: str):
 
 
 @pytest.mark.parametrize("name", SHAPE_ALONE)
-def test_pooling_reads_no_value(name: str):
+def test_no_value_is_read(name: str):
     x = weights(2, 4, 4, 4)
     exact, made = (disturbed_gradient(name, (SHAPE_ALONE[name],), x, n) for n in (None, torch.full_like(x, 1e30)))
     assert torch.equal(made, exact)
