@@ -425,7 +425,7 @@ def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) 
         return "is a transposed convolution, whose input stays uncompressed"
     cls = find_compressed_class(type(layer))
     if cls is None and not is_converted(layer):
-        if is_quantized(getattr(layer, "weight", None)):
+        if is_quantized(layer):
             return "its weight is frozen and quantized, so it keeps no input"
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward is not known to be that of its base class"

@@ -109,7 +109,7 @@ class DenseForward:
 
     def _make_twin(self, module: nn.Module) -> nn.Module:
         """Return a module of the dense class with fake parameters and buffers, twins as children, and no hooks."""
-        if isinstance(module, nn.Linear) and is_quantized(module.weight):
+        if isinstance(module, nn.Linear) and is_quantized(module):
             return _QuantizedLinear(module, self._pair)
         cls = type(module)
         while issubclass(cls, Converted):

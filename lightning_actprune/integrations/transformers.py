@@ -39,8 +39,8 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
     are those of the plain model: no key is added, and loading one does not need this package. A resumed training looks
     at its first forwards again.
 
-    With ``torch_compile`` all layers stay converted. Nothing is counted, but ``compiled`` lists what compiled code
-    keeps.
+    With ``torch_compile``, or several GPUs in one process, all layers stay converted. Nothing is counted, but
+    ``compiled`` lists what compiled code keeps.
 
     transformers calls no callback when ``train()`` ends by an exception. The model then stays converted until
     ``train()`` is called again, or ``lightning_actprune.revert(model)``.
@@ -99,6 +99,7 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Convert the layers."""
         self._end(model)  # of a training that an exception has ended
+        self._watch = None
         if getattr(model, "is_gradient_checkpointing", False):
             warnings.warn(
                 "`gradient_checkpointing` runs each block again and keeps only its inputs, so converted layers save "
@@ -116,7 +117,8 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         self._compiled.begin(model)
         self._compiled.mark(model, unmarked_layers=not self.report.skipped)
         self._show(state, describe_conversion(self.report, {}))
-        self._watch = _FirstForwards(model, self.report)
+        if args.n_gpu <= 1:  # not the replicas of `DataParallel`
+            self._watch = _FirstForwards(model, self.report)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any

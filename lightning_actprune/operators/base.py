@@ -367,10 +367,12 @@ def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def is_quantized(weight: Any) -> bool:
-    """Return True if a weight is frozen and stored in a form of its own, as bitsandbytes and torchao do."""
-    is_plain = type(weight) in (Tensor, nn.Parameter) or isinstance(weight, DTensor)
-    return isinstance(weight, Tensor) and not is_plain and not weight.requires_grad
+def is_quantized(layer: nn.Module) -> bool:
+    """Return True if a layer's weight is frozen and stored in a form of its own, as bitsandbytes and torchao do."""
+    weight = layer._parameters.get("weight")  # no weight that is computed, which looking it up would do
+    if weight is None or type(weight) in (Tensor, nn.Parameter) or isinstance(weight, DTensor):
+        return False
+    return not weight.requires_grad
 
 
 def dense_class(cls: type[nn.Module]) -> type[nn.Module]:

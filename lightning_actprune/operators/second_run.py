@@ -113,7 +113,10 @@ class _Choices(TorchFunctionMode):
         if self._repeated is None:
             self.noted.append(indices.detach())
             return result
-        indices.data.copy_(next(self._repeated))  # in place, since autograd has saved these
+        first = next(self._repeated, None)
+        if first is None:  # of a module that does more when it runs again, which is an error elsewhere
+            return result
+        indices.data.copy_(first)  # in place, since autograd has saved these
         if result is not indices:
             x, dim = args[0] if args else kwargs["input"], kwargs.get("dim", args[2] if len(args) > 2 else -1)
             result[0].data.copy_(x.detach().gather(dim, indices))
