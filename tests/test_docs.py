@@ -229,7 +229,7 @@ def test_metadata_are_those_of_the_project(wheel):
     metadata = Parser().parsestr(wheel.read(name).decode())
     assert metadata["Version"] == lightning_actprune.__version__
     assert metadata["Requires-Python"] == ">=3.10"
-    assert {"cli", "plots", "examples", "dev", "docs"} == set(metadata.get_all("Provides-Extra"))
+    assert {"cli", "plots", "transformers", "examples", "dev", "docs"} == set(metadata.get_all("Provides-Extra"))
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
     assert urls["Paper"] in (ROOT / "CITATION.cff").read_text()
 
