@@ -50,7 +50,7 @@ OPTIONAL = {
     "transformers": "its Conv1D layers",
 }
 """Optional packages, and what uses them."""
-_MOST_EXACT_FIRST = DENSE, "balanced", "max", "recompute"
+_LEAST_COMPRESSED_FIRST = DENSE, "balanced", "max", "recompute"
 _TASKS = {
     "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "Seq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -132,7 +132,7 @@ def _describe_fit(result: Estimate, memory: int) -> str:
     peaks = {row.method: row.peak_bytes for row in result.rows if row.peak_bytes is not None}
     answers = [f"{method} {'yes' if peak <= memory else 'no'}" for method, peak in peaks.items()]
     text = f"Fits in {memory / _GIB:.3g} GiB: {', '.join(answers)}."
-    fitting = next((name for name in _MOST_EXACT_FIRST if peaks.get(name, math.inf) <= memory), None)
+    fitting = next((name for name in _LEAST_COMPRESSED_FIRST if peaks.get(name, math.inf) <= memory), None)
     if fitting is None:
         return f"{text} Nothing does: take a smaller batch."
     if fitting == DENSE:
