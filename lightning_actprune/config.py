@@ -188,6 +188,7 @@ class KeepArguments(TypedDict, total=False):
     selection: Selection
     max_dropped_energy: float
     min_rows_for_low_bits: int
+    offload: bool
 
 
 KEEP_FIELDS = tuple(KeepArguments.__annotations__)
@@ -229,6 +230,8 @@ class Keep:
             hold in the first batch of a fit, in [0, 1]. A layer that exceeds it drops nothing; no layer exceeds 1.
         min_rows_for_low_bits: Inputs of linear layers with fewer rows, such as tokens, are kept in 8 bits and drop no
             blocks, since errors of few rows do not cancel. No effect without ``bits``, or with 8.
+        offload: Whether the stored bytes wait for backward in the memory of the host (``operators.offload``). No effect
+            without ``bits``, on a CPU, and in compiled code.
         explicit: Names of arguments that count as passed even if they have their default value. By default, the names
             of all arguments that were passed.
 
@@ -250,6 +253,7 @@ class Keep:
     selection: Selection = "largest"
     max_dropped_energy: float = 1.0
     min_rows_for_low_bits: int = 0
+    offload: bool = False
     explicit: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -271,6 +275,7 @@ class Keep:
         object.__setattr__(
             self, "min_rows_for_low_bits", check_count(self.min_rows_for_low_bits, "min_rows_for_low_bits", hint)
         )
+        check_flag(self.offload, "offload")
 
     def __repr__(self) -> str:
         return f"Keep({', '.join(f'{name}={value!r}' for name, value in self.named.items())})"
@@ -300,6 +305,8 @@ class Recompute:
             rounds them to bfloat16. ``None`` stores them exactly: that is an activation checkpoint, with exact
             gradients.
         block_size: Consecutive values that share a scale, at least 8.
+        offload: Whether the stored inputs wait for backward in the memory of the host (``operators.offload``). No
+            effect on a CPU, and in compiled code.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -307,21 +314,23 @@ class Recompute:
 
     Example:
         >>> Recompute(bits=4)
-        Recompute(bits=4, block_size=32)
+        Recompute(bits=4, block_size=32, offload=False)
     """
 
     bits: int | None = 8
     block_size: int = 32
+    offload: bool = False
 
     def __post_init__(self) -> None:
         bits = self.bits if self.bits == HALF and not isinstance(self.bits, bool) else check_bits(self.bits)
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "block_size", check_block_size(self.block_size, bits or BITS[-1]))
+        check_flag(self.offload, "offload")
 
 
 Rule: TypeAlias = Keep | Recompute | Mapping[str, Any] | str | None
-"""A rule: a ``Keep`` or a mapping of its arguments, a ``Recompute`` or ``{"recompute": bits}``, the name of a preset,
-``None`` or ``"dense"``."""
+"""A rule: a ``Keep`` or a mapping of its arguments, a ``Recompute`` or ``{"recompute": bits}`` (and ``"offload": True``
+beside it, or without), the name of a preset, ``None`` or ``"dense"``."""
 
 # === Presets ==============================================================================================
 
@@ -649,9 +658,9 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
         raise ValueError(
             f"`{name}` must be one of {join_names(names)}, got {value!r}{suggest(value, names)} HINT: {example}"
         )
-    if isinstance(value, Mapping) and list(value) == ["recompute"]:
+    if isinstance(value, Mapping) and "recompute" in value and {*value} <= {"recompute", "offload"}:
         try:
-            return Recompute(value["recompute"])
+            return Recompute(value["recompute"], offload=value.get("offload", False))
         except (TypeError, ValueError) as error:
             raise type(error)(f"`{name}`: {error}") from error
     if not isinstance(value, Mapping) or not all(key in KEEP_FIELDS for key in value):

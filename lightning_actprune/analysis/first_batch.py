@@ -80,8 +80,9 @@ from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
 from lightning_actprune.operators.base import CompressedLayer, Converted, LayerState, torch_class
 from lightning_actprune.operators.convolution import Convolution
-from lightning_actprune.operators.hooks import ForwardHook, dropped_by_checkpoint, eager_modules, is_recomputation
+from lightning_actprune.operators.hooks import ForwardHook, eager_modules, is_recomputation
 from lightning_actprune.operators.recompute import RecomputedModule
+from lightning_actprune.operators.regions import dropped_by_checkpoint
 from lightning_actprune.operators.registry import ROOT, layers, operator_of
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import check_sparsity

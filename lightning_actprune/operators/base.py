@@ -25,6 +25,7 @@ from lightning_actprune.codec.blocks import Blocks, TopkGroup, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import mark_input, mark_output
 from lightning_actprune.config import Keep, Operator
+from lightning_actprune.operators.offload import offload_packed
 from lightning_actprune.operators.tensor_parallel import forward_dtensor, has_dtensor_parameters
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
@@ -205,6 +206,10 @@ class CompressedLayer(Converted):
                 x = args[0] if args else next(iter(kwargs.values()))
                 if isinstance(x, DTensor) and has_dtensor_parameters(self):
                     return forward_dtensor(self, compressed, dense.forward, x)  # type: ignore[union-attr]
+            settings = None if is_compiling() else vars(self).get("_state")
+            if settings is not None and settings.keep.offload:
+                with offload_packed():
+                    return compressed(self, *args, **kwargs)
             return compressed(self, *args, **kwargs)
 
         # Each class has its own code object, since a compiler limits the compilations of one.

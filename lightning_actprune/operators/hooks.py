@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_actprune.codec.private import COMPILED, current_graph_task_id, top_saved_tensors_hooks
 from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.regions import dropped_by_checkpoint
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Names of the attributes that each module has."""
@@ -117,11 +118,6 @@ def _is_in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
-    """Return whether ``hooks`` are those with which torch's checkpoint drops saved tensors."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def explain(error: BaseException | None) -> None:

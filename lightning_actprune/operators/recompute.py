@@ -65,8 +65,8 @@ from lightning_actprune.compiled.recompute import run_once_if_written
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.containers import tensors_in
-from lightning_actprune.operators.hooks import dropped_by_checkpoint
-from lightning_actprune.operators.regions import Layout, as_read, layout_of, unpack_region
+from lightning_actprune.operators.offload import HostCopy, can_move
+from lightning_actprune.operators.regions import Layout, as_read, dropped_by_checkpoint, layout_of, unpack_region
 from lightning_actprune.operators.second_run import FirstRun, RunHistory, SecondRunError
 
 MIN_VALUES = 2**10
@@ -125,7 +125,8 @@ class RecomputedModule(Converted):
 
 def describe_inputs(keep: Recompute) -> str:
     """Describe how inputs are stored, for printed modules and reports."""
-    return "exact inputs" if keep.bits is None else f"inputs in {keep.bits} bits"
+    stored = "exact inputs" if keep.bits is None else f"inputs in {keep.bits} bits"
+    return f"{stored} on the host" if keep.offload else stored
 
 
 class _StoredFormat(NamedTuple):
@@ -210,12 +211,16 @@ def run_eagerly(
     first = FirstRun(module, name, histories, turn_here)  # type: ignore[arg-type]
     placeholders: dict[int, _Placeholder] = {}
     tensors: list[Tensor] = []
+    on_host: dict[int, HostCopy] = {}
     formats: list[_StoredFormat | None] = []
 
     def store(leaf: Tensor) -> _Placeholder:
         if id(leaf) not in placeholders:
             placeholders[id(leaf)] = _Placeholder(len(tensors))
             stored_format, values = _store(leaf, keep, len(tensors), first)
+            if keep.offload and not is_inside and stored_format is not None and can_move(values):
+                on_host[len(tensors)] = HostCopy(values)
+                values = values.new_empty(0)
             tensors.append(values)
             formats.append(stored_format)
         return placeholders[id(leaf)]
@@ -231,10 +236,12 @@ def run_eagerly(
                 return forward(*own, **by_name)
 
         def rerun() -> Any:
+            stored = [on_host[number].unpack() if number in on_host else x for number, x in enumerate(values)]
             read = [
                 x if stored_format is None else _ReadFunction.apply(_NEEDS_GRADIENT, x, stored_format)
-                for x, stored_format in zip(values, formats, strict=True)
+                for x, stored_format in zip(stored, formats, strict=True)
             ]
+            del stored
             own, by_name = _map_arguments(_Placeholder, lambda placeholder: read[placeholder.index], *template)
             return forward(*own, **by_name)
 
@@ -302,11 +309,11 @@ _NEEDS_GRADIENT = torch.zeros((), requires_grad=True)
 def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_StoredFormat | None, Tensor]:
     """Return the format in which argument ``number`` is stored, ``None`` if exactly, and the stored tensor."""
     is_supported = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
-    if keep.bits is None or not is_supported or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
+    if not is_supported or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
         return None, x
-    if first.is_mask(number, x):
+    if (keep.bits is None and not keep.offload) or first.is_mask(number, x):
         return None, x
-    if first.is_compared:
+    if first.is_compared or keep.bits is None:  # a copy, since the module may write to `x` while that goes to the host
         return _StoredFormat(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
     if keep.bits == HALF:
         if x.dtype != torch.float32:

@@ -29,6 +29,11 @@ Dims = tuple[tuple[int, int], ...]
 """Sizes and strides, the largest stride first."""
 
 
+def dropped_by_checkpoint(hooks: Hooks | None) -> bool:
+    """Return whether ``hooks`` are those with which torch's checkpoint drops saved tensors."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 class Layout(NamedTuple):
     """How a tensor is read and written.
 

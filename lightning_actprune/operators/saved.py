@@ -73,14 +73,21 @@ from lightning_actprune.config import BITS, Keep, check_bits, check_count, check
 from lightning_actprune.operators.hooks import (
     MODULE_ATTRIBUTES,
     add_hooks,
-    dropped_by_checkpoint,
     eager_modules,
     explain,
     in_compiled_region,
     is_recomputation,
 )
+from lightning_actprune.operators.offload import offload_hooks
 from lightning_actprune.operators.readers import ATTENTION, PRODUCTS, VIEWS_AND_CASTS, is_masked
-from lightning_actprune.operators.regions import Hooks, QuantizedRegion, Uncompressed, as_read, layout_of
+from lightning_actprune.operators.regions import (
+    Hooks,
+    QuantizedRegion,
+    Uncompressed,
+    as_read,
+    dropped_by_checkpoint,
+    layout_of,
+)
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
 from lightning_actprune.operators.sites import (
     MAX_STEPS,
@@ -272,7 +279,7 @@ class SavedTensorCompression:
             raise TypeError(f"`keep` must be a Keep, got {keep!r}. HINT: such as Keep(bits=8).")
         if keep.bits is None:
             raise ValueError("`keep` must have `bits`: without, no tensor would be packed. HINT: Keep(bits=8).")
-        self._block_size, self._bits = keep.block_size, keep.bits
+        self._block_size, self._bits, self._offload = keep.block_size, keep.bits, keep.offload
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
         bits = dict.fromkeys(("saved", "query", "key", "value", "attention_out"), keep.bits) | dict(attention or {})
         self._policy = Policy(
@@ -395,7 +402,8 @@ class SavedTensorCompression:
         self._forwards[outermost] += 1
         is_checked = is_check_due(self._forwards[outermost])
         operations = Operations(self._store, self.decisions.sites, not self.decisions.is_settled(outermost), is_checked)
-        return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
+        stored_by = offload_hooks(outer) if self._offload else outer
+        return OpenHooks((partial(self._pack, stored_by, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
         scope = self._scope

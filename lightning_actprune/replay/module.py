@@ -40,7 +40,8 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.containers import map_tensors, tensors_in
-from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
+from lightning_actprune.operators.hooks import backward_runs
+from lightning_actprune.operators.regions import dropped_by_checkpoint
 from lightning_actprune.replay.call import CONSTANTS, Call, Observations, RefusedError, parse_call
 from lightning_actprune.replay.capture import capture, preserve_state
 from lightning_actprune.replay.graph import CudaRecorder, Graph, Recorder

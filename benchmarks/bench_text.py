@@ -1,0 +1,220 @@
+"""Language models of one billion parameters: long sequences, and adapters on quantized weights.
+
+    python benchmarks/bench_text.py --quick
+    python benchmarks/bench_text.py --table long --tokens 8192 32768 131072 --offload-file activation_offloading.py
+    python benchmarks/bench_text.py --table adapters
+
+Every case runs in a fresh process, eagerly, on random tokens: a step that warms up, then ``--steps`` steps, whose
+median time counts, each with an update by fused AdamW. Weights are bf16, and so is the optimizer's state. The loss
+reads the logits of 4096 tokens at a time, each part in a checkpoint, in all cases.
+
+In ``long`` all weights train. In ``adapters`` those of adapters do (peft, rank 16, on each linear layer), on layers in
+four bits (bitsandbytes, NF4); their gradients are compared with those of the dense model, in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import MIB, Record, RecordFile, finish, has_gpu, parser_for, require, show, start_in_fork
+from lightning_actprune import Keep, Recompute, convert
+
+LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+"""Sizes of Llama 3.2 1B, and of ``--quick``."""
+LONG = ("checkpoint", "checkpoint, save_on_cpu", "checkpoint, TRL", "recompute:8", "recompute:8:offload")
+LONG += ("recompute:4:offload", "recompute:exact:offload", "dense", "max", "max:offload")
+ADAPTERS = ("dense", "checkpoint", "balanced", "max", "recompute:8", "balanced:offload")
+CHUNK = 4096
+KEYS = ("table", "model", "tokens", "batch", "method")
+
+
+# === Models ===========================================================================================
+
+
+def build(sizes: dict[str, int], tokens: int, device: str) -> nn.Module:
+    """Return a Llama with random weights in bf16."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(**sizes, max_position_embeddings=tokens, use_cache=False, rope_theta=5e5)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaModel(config)
+        model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return model.to(torch.bfloat16).train()
+
+
+def add_adapters(model: nn.Module, device: str) -> nn.Module:
+    """Return a model with its linear layers in four bits, and adapters on them that train."""
+    from bitsandbytes.nn import Linear4bit
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = [name for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)]
+    for name in names:
+        layer = model.layers.get_submodule(name)
+        options = {"bias": False, "compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+        quantized = Linear4bit(layer.in_features, layer.out_features, **options)
+        quantized.load_state_dict(layer.state_dict())
+        model.layers.set_submodule(name, quantized.to(device))
+    model.requires_grad_(False)
+    targets = sorted({name.rpartition(".")[2] for name in names})
+    model = inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=targets), model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+            if "lora_B" in name:  # they start at zero, which gives all gradients of the others zeros
+                nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the mean loss, of logits that are there for ``CHUNK`` tokens at a time."""
+    hidden = model(inputs_embeds=model.embed_tokens(ids).requires_grad_()).last_hidden_state
+    rows, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+
+    def part(rows: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model.lm_head(rows).float(), targets, reduction="sum")
+
+    parts = zip(rows.split(CHUNK), targets.split(CHUNK), strict=True)
+    return sum(checkpoint(part, *each, use_reentrant=False) for each in parts) / len(targets)
+
+
+# === Methods ==========================================================================================
+
+
+def prepare(model: nn.Module, method: str, offload_file: Path | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Change ``model`` as a method says, and return what opens the context of a forward."""
+    kind, _, other = method.partition(", ")
+    if kind == "checkpoint":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if other == "save_on_cpu":
+            return partial(save_on_cpu, pin_memory=True)
+        if other == "TRL":
+            return offloading_of_trl(offload_file)
+    elif kind.startswith("recompute"):
+        bits = kind.split(":")[1]
+        rule = Recompute(None if bits == "exact" else int(bits), offload=kind.endswith(":offload"))
+        convert(model, "recompute", rules={"layers.*": rule})
+    elif kind != "dense":
+        preset, _, offload = kind.partition(":")
+        moved = Keep(offload=True)
+        convert(model, preset, rules={"type:saved": moved, "*": moved} if offload else None)
+    return contextlib.nullcontext
+
+
+def offloading_of_trl(path: Path) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context of TRL's ``activation_offloading.py``."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.logger = logging.getLogger(path.stem)  # its own one asks for the state of a distributed run
+    return partial(module.OffloadActivations)
+
+
+def measure(table: str, sizes: dict[str, int], head: Record, steps: int, offload_file: Path | None) -> Record:
+    """Return what a case keeps, its peak and its time."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(sizes, head["tokens"], device)
+    if table == "adapters":
+        model = add_adapters(model, device)
+    ids = torch.randint(sizes["vocab_size"], (head["batch"], head["tokens"]), device=device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = []
+    if table == "adapters" and head["method"] != "dense":
+        loss_of(model, ids).backward()
+        gradients = [parameter.grad.float().cpu() for parameter in trained]
+        model.zero_grad()
+    open_context = prepare(model, head["method"], offload_file)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    found: Record = {"parameters": sum(map(torch.numel, model.parameters()))}
+
+    def forward() -> Tensor:
+        with open_context():
+            return loss_of(model, ids)
+
+    def step() -> Tensor:
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if gradients:
+        forward().backward()
+        pairs = zip(gradients, (parameter.grad.float().cpu() for parameter in trained), strict=True)
+        similar = [nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
+        found |= {"cosine": round(float(torch.stack(similar).mean()), 4), "least_cosine": round(float(min(similar)), 4)}
+        model.zero_grad()
+    found["loss"] = round(float(step()), 4)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = forward()
+        found["kept_mib"] = round((torch.cuda.memory_allocated() - before) / MIB, 1)
+        loss.backward()
+        del loss
+        model.zero_grad()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        float(step())  # waits for the GPU
+        times.append(time.perf_counter() - start)
+    found["step_s"] = round(statistics.median(times), 4)
+    found["tokens_per_s"] = round(ids.numel() / found["step_s"])
+    if device == "cuda":
+        found["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 1)
+        found["reserved_mib"] = round(torch.cuda.max_memory_reserved() / MIB, 1)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what the file lacks, and print a table."""
+    parser = parser_for(__doc__, "text")
+    parser.add_argument("--table", choices=("long", "adapters"), default="long")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=120, help="most seconds of a case")
+    parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
+    args = parser.parse_args(argv)
+    require(has_gpu(), args.quick)
+    sizes, model = (SMALL, "Llama, small") if args.quick else (LLAMA, "Llama, 1B")
+    file = RecordFile(args.out, KEYS, args.again)
+    for tokens in [512] if args.quick else args.tokens:
+        for method in args.methods or (ADAPTERS if args.table == "adapters" else LONG):
+            head = {"table": args.table, "model": model, "tokens": tokens, "batch": args.batch, "method": method}
+            if method.endswith("TRL") and args.offload_file is None:
+                continue
+            if file.lacks(head):
+                case = start_in_fork(measure, args.table, sizes, head, args.steps, args.offload_file)
+                [found] = finish(args.seconds, [case])
+                file.add({**head, **found})
+    columns = "table tokens batch method kept_mib peak_mib step_s tokens_per_s cosine least_cosine error"
+    show(f"{model}, a step", list(file.records.values()), columns.split())
+
+
+if __name__ == "__main__":
+    main()
