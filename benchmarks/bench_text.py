@@ -2,11 +2,12 @@
 
     python benchmarks/bench_text.py --quick
     python benchmarks/bench_text.py --table long --tokens 8192 32768 131072 --offload-file activation_offloading.py
-    python benchmarks/bench_text.py --table adapters
+    python benchmarks/bench_text.py --table adapters --batch 4
 
-Every case runs in a fresh process, eagerly, on random tokens: a step that warms up, then ``--steps`` steps, whose
-median time counts, each with an update by fused AdamW. Weights are bf16, and so is the optimizer's state. The loss
-reads the logits of 4096 tokens at a time, each part in a checkpoint, in all cases.
+Every case runs in a fresh process, on random tokens: 12 steps of 512 tokens and one of all that warm up, then
+``--steps`` steps, whose median time counts, each with an update by fused AdamW. Weights are bf16, and so is the
+optimizer's state. The loss reads the logits of 4096 tokens at a time, each part in a checkpoint, in all cases. With
+``--compiled``, the model up to the logits is compiled.
 
 In ``long`` all weights train. In ``adapters`` those of adapters do (peft, rank 16, on each linear layer), on layers in
 four bits (bitsandbytes, NF4); their gradients are compared with those of the dense model, in one process.
@@ -34,7 +35,10 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import MIB, Record, RecordFile, finish, has_gpu, parser_for, require, show, start_in_fork
-from lightning_actprune import Keep, Recompute, convert
+from lightning_actprune import Recompute, convert
+from lightning_actprune.compiled.install import CompiledPacking
+from lightning_actprune.convert import is_converted, mark_layers
+from lightning_actprune.operators.recompute import RecomputedModule
 
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -45,7 +49,9 @@ LONG = ("checkpoint", "checkpoint, save_on_cpu", "checkpoint, TRL", "recompute:8
 LONG += ("recompute:4:offload", "recompute:exact:offload", "dense", "max", "max:offload")
 ADAPTERS = ("dense", "checkpoint", "balanced", "max", "recompute:8", "balanced:offload")
 CHUNK = 4096
-KEYS = ("table", "model", "tokens", "batch", "method")
+WARM_UP, SHORT = 12, 512
+"""Steps, and their tokens, in which modules that run again are compared with their first runs."""
+KEYS = ("table", "model", "tokens", "batch", "mode", "method")
 
 
 # === Models ===========================================================================================
@@ -117,9 +123,18 @@ def prepare(model: nn.Module, method: str, offload_file: Path | None) -> Callabl
         convert(model, "recompute", rules={"layers.*": rule})
     elif kind != "dense":
         preset, _, offload = kind.partition(":")
-        moved = Keep(offload=True)
-        convert(model, preset, rules={"type:saved": moved, "*": moved} if offload else None)
+        convert(model, preset, offload=bool(offload))
     return contextlib.nullcontext
+
+
+def compile_packing(model: nn.Module) -> None:
+    """Compile a model, which packs in its graph if it was converted."""
+    owners = {module.owner for module in model.modules() if is_converted(module)}
+    owners |= {module._recompute.owner for module in model.modules() if isinstance(module, RecomputedModule)}
+    CompiledPacking().open()
+    for owner in owners:
+        mark_layers(model, owner, unmarked_layers=True)
+    model.compile(dynamic=False)
 
 
 def offloading_of_trl(path: Path) -> Callable[[], AbstractContextManager[Any]]:
@@ -145,45 +160,48 @@ def measure(table: str, sizes: dict[str, int], head: Record, steps: int, offload
         gradients = [parameter.grad.float().cpu() for parameter in trained]
         model.zero_grad()
     open_context = prepare(model, head["method"], offload_file)
+    if head["mode"] == "compiled":
+        compile_packing(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     found: Record = {"parameters": sum(map(torch.numel, model.parameters()))}
 
-    def forward() -> Tensor:
+    kept = []
+
+    def forward(ids: Tensor) -> Tensor:
         with open_context():
             return loss_of(model, ids)
 
-    def step() -> Tensor:
-        loss = forward()
+    def step(ids: Tensor) -> Tensor:
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        loss = forward(ids)
+        kept.append((torch.cuda.memory_allocated() if device == "cuda" else 0) - before)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     if gradients:
-        forward().backward()
+        forward(ids).backward()
         pairs = zip(gradients, (parameter.grad.float().cpu() for parameter in trained), strict=True)
         similar = [nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
         found |= {"cosine": round(float(torch.stack(similar).mean()), 4), "least_cosine": round(float(min(similar)), 4)}
         model.zero_grad()
-    found["loss"] = round(float(step()), 4)
+    for _ in range(0 if head["mode"] == "compiled" else WARM_UP):
+        step(ids[:, :SHORT])
+    found["loss"] = round(float(step(ids)), 4)
     if device == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        loss = forward()
-        found["kept_mib"] = round((torch.cuda.memory_allocated() - before) / MIB, 1)
-        loss.backward()
-        del loss
-        model.zero_grad()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        float(step())  # waits for the GPU
+        float(step(ids))  # waits for the GPU
         times.append(time.perf_counter() - start)
     found["step_s"] = round(statistics.median(times), 4)
     found["tokens_per_s"] = round(ids.numel() / found["step_s"])
     if device == "cuda":
+        found["kept_mib"] = round(kept[-1] / MIB, 1)
         found["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 1)
         found["reserved_mib"] = round(torch.cuda.max_memory_reserved() / MIB, 1)
     return found
@@ -196,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=120, help="most seconds of a case")
     parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
@@ -205,14 +224,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     file = RecordFile(args.out, KEYS, args.again)
     for tokens in [512] if args.quick else args.tokens:
         for method in args.methods or (ADAPTERS if args.table == "adapters" else LONG):
-            head = {"table": args.table, "model": model, "tokens": tokens, "batch": args.batch, "method": method}
+            head = {"table": args.table, "model": model, "tokens": tokens, "batch": args.batch}
+            head |= {"mode": "compiled" if args.compiled else "eager", "method": method}
             if method.endswith("TRL") and args.offload_file is None:
                 continue
             if file.lacks(head):
                 case = start_in_fork(measure, args.table, sizes, head, args.steps, args.offload_file)
                 [found] = finish(args.seconds, [case])
                 file.add({**head, **found})
-    columns = "table tokens batch method kept_mib peak_mib step_s tokens_per_s cosine least_cosine error"
+    columns = "table tokens batch mode method kept_mib peak_mib step_s tokens_per_s cosine least_cosine error"
     show(f"{model}, a step", list(file.records.values()), columns.split())
 
 

@@ -230,8 +230,8 @@ class Keep:
             hold in the first batch of a fit, in [0, 1]. A layer that exceeds it drops nothing; no layer exceeds 1.
         min_rows_for_low_bits: Inputs of linear layers with fewer rows, such as tokens, are kept in 8 bits and drop no
             blocks, since errors of few rows do not cancel. No effect without ``bits``, or with 8.
-        offload: Whether the stored bytes wait for backward in the memory of the host (``operators.offload``). No effect
-            without ``bits``, on a CPU, and in compiled code.
+        offload: Whether packed values wait for backward in the memory of the host (``codec.host_copy``). No effect
+            without ``bits``, on a CPU, and in compiled code that drops blocks.
         explicit: Names of arguments that count as passed even if they have their default value. By default, the names
             of all arguments that were passed.
 
@@ -305,8 +305,8 @@ class Recompute:
             rounds them to bfloat16. ``None`` stores them exactly: that is an activation checkpoint, with exact
             gradients.
         block_size: Consecutive values that share a scale, at least 8.
-        offload: Whether the stored inputs wait for backward in the memory of the host (``operators.offload``). No
-            effect on a CPU, and in compiled code.
+        offload: Whether the stored inputs wait for backward in the memory of the host (``codec.host_copy``). No effect
+            on a CPU, and in compiled code with 16 bits or ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -375,6 +375,7 @@ class Config:
         sparsity: Replaces the preset's, for operators that drop blocks.
         block_size: Replaces the preset's, for all operators.
         rules: Settings of some layers (see the module).
+        offload: Whether what the preset keeps waits for backward in the memory of the host (``Keep``, ``Recompute``).
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -385,6 +386,7 @@ class Config:
     sparsity: float | SparsitySchedule | None = None
     block_size: int | None = None
     rules: Mapping[str, Rule] | None = None
+    offload: bool = False
     _base: dict[Operator, Keep] = field(init=False, repr=False)
     _rules: dict[str, Keep | Recompute | PresetName | None] = field(init=False, repr=False)
 
@@ -393,6 +395,8 @@ class Config:
         changes: dict[str, Any] = {}
         if self.block_size is not None:
             changes["block_size"] = check_block_size(self.block_size)
+        if check_flag(self.offload, "offload"):
+            changes["offload"] = True
         base = {operator: replace(keep, **changes) for operator, keep in PRESETS[name].items()}
         if self.sparsity is not None:
             if not isinstance(self.sparsity, SparsitySchedule):
@@ -477,7 +481,7 @@ class Config:
         for pattern, rule in self._rules.items():
             if isinstance(rule, Recompute | None) and matches(fqns, pattern):
                 return rule
-        return Recompute() if any(fqn in blocks for fqn in fqns) else None
+        return Recompute(offload=self.offload) if any(fqn in blocks for fqn in fqns) else None
 
     @property
     def recomputes(self) -> bool:

@@ -87,6 +87,7 @@ def convert(
     sparsity: float | None = None,
     block_size: int | None = None,
     rules: Mapping[str, Rule] | None = None,
+    offload: bool = False,
 ) -> ConversionReport:
     """Compress what the layers of ``model`` keep for backward, in place; ``revert`` undoes it.
 
@@ -99,6 +100,8 @@ def convert(
         rules: Settings by patterns on names or operators, in order. The first pattern that matches a layer counts,
             ``None`` keeps the layer dense, and the preset decides for all others:
             ``{"head": None, "blocks.*.fc1": Keep(sparsity=0.5, bits=4), "type:norm": Keep(bits=4)}``.
+        offload: Whether packed tensors wait for backward in the memory of the host. Gradients do not change. On a CPU,
+            and for tensors that keep their bits, it has no effect.
 
     Returns:
         Every supported layer, with its settings or the reason why it is dense.
@@ -116,7 +119,7 @@ def convert(
         ['0', '2']
     """
     check_model(model)
-    config = Config(preset, sparsity, block_size, rules)
+    config = Config(preset, sparsity, block_size, rules, offload)
     for keep in config.keeps:
         if isinstance(keep.sparsity, SparsitySchedule):
             raise ValueError(
@@ -626,7 +629,8 @@ def mark_layers(model: nn.Module, owner: str, *, unmarked_layers: bool = False) 
             layer._state = replace(layer._state, marks=_make_marks(layer, general_name(fqns[0]), of_model))
     for fqn, module in _find_recomputed(model, owner):
         keep = module.recompute
-        mark = Mark(RECOMPUTE, general_name(plain_name(fqn)), keep.bits or 0, keep.block_size, model=of_model)
+        settings = keep.bits or 0, keep.block_size
+        mark = Mark(RECOMPUTE, general_name(plain_name(fqn)), *settings, offload=keep.offload, model=of_model)
         module._recompute = module._recompute._replace(mark=mark.text)
 
 
@@ -646,7 +650,7 @@ def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | N
     if layer.traced == "dense":
         return "", "", 0, False
     keep = layer.keep
-    settings = keep.stored_bits, keep.block_size, keep.topk_over, keep.selection
+    settings = keep.stored_bits, keep.block_size, keep.topk_over, keep.selection, keep.offload
     mark = Mark(layer.operator_of(layer), name, *settings, of_model)
     min_rows_for_low_bits = keep.min_rows_for_low_bits if 0 < keep.stored_bits < 8 else 0
     # With averaging over processes, a compiler may cut the graph wherever gradients of weights fill a bucket.

@@ -97,6 +97,8 @@ class ActivationPruning(TrainerCallback):
         rules: Settings of layers by pattern, as ``{"head": None, "blocks.*.fc1": Keep(bits=4)}``; the first pattern
             that matches a layer counts (see ``config``). A ``Keep`` may also be a mapping of its arguments or the name
             of a preset; ``"dense"`` means ``None``.
+        offload: Whether packed tensors wait for backward in the memory of the host. Gradients do not change. On a CPU,
+            and for tensors that keep their bits, it has no effect. It excludes a ``memory_budget`` and ``cuda_graphs``.
         memory_budget: Largest peak of a training step: a size such as ``"20GiB"``, a number of bytes, or a fraction of
             the dense model's peak, such as ``0.25``. It then keeps blocks in the fastest way that fits and, among
             these, in the most exact one (``callbacks.budget``); the first two steps use the fewest bytes. It excludes a
@@ -140,6 +142,7 @@ class ActivationPruning(TrainerCallback):
         sparsity: float | SparsitySchedule | None = None,
         block_size: int | None = None,
         rules: Mapping[str, KeepArguments | Keep | Recompute | dict[str, Any] | str | None] | None = None,
+        offload: bool = False,
         memory_budget: str | float | None = None,
         max_error: float | None = None,
         total_steps: int | None = None,
@@ -154,9 +157,14 @@ class ActivationPruning(TrainerCallback):
                 f"`preset` must be left out with a `memory_budget`, which chooses among the presets, got {preset!r}. "
                 "HINT: remove one of the two; use rules for single layers."
             )
+        if offload and (budget is not None or cuda_graphs):
+            raise MisconfigurationException(
+                f"`offload` must be False with a `memory_budget` or `cuda_graphs`, got {offload!r}: a budget is about "
+                "what stays on the GPU, and a CUDA graph waits for no copy. HINT: remove one of them."
+            )
         if budget is not None or (max_error is not None and preset is None):
             preset = "max"
-        self._config = run_check(Config, preset, sparsity, block_size, rules)
+        self._config = run_check(Config, preset, sparsity, block_size, rules, offload)
         self._budget = None if budget is None else MemoryBudget(budget, self._config)
         self.memory_budget = memory_budget
         others = {"memory_budget": memory_budget, "sparsity": sparsity}
@@ -165,6 +173,7 @@ class ActivationPruning(TrainerCallback):
         self.sparsity = sparsity
         self.block_size = block_size
         self.rules = rules
+        self.offload = offload
         self.skip_retained = run_check(check_flag, skip_retained, "skip_retained")
         self.cuda_graphs = run_check(check_flag, cuda_graphs, "cuda_graphs")
         self.verbose = check_verbose(verbose)

@@ -254,7 +254,7 @@ def _lay_out(source: Source) -> None:
         except Refusal:
             if not source.way.bits:
                 raise
-        source.way = Values(source.way.bits, source.way.block_size)
+        source.way = Values(source.way.bits, source.way.block_size, offload=source.way.offload)
     source.layout = layout_of(packed, source.way)
 
 

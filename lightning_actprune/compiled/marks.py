@@ -52,11 +52,13 @@ class Model(Policy):
         block_size: Values per block.
         min_values: Tensors with fewer values stay uncompressed, with and without a mark.
         unmarked_layers: Whether ``saved`` goes for the inputs of layers without a mark, too.
+        offload: Whether packed tensors without a mark wait for backward in the memory of the host.
     """
 
     block_size: int = 32
     min_values: int = 2**16
     unmarked_layers: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Mark:
         block_size: Values per block.
         topk_over: Whether blocks compete within a ``"sample"`` or a ``"token"``.
         selection: How blocks are selected.
+        offload: Whether the packed tensor waits for backward in the memory of the host.
         model: The settings of the whole model.
 
     Example:
@@ -84,6 +87,7 @@ class Mark:
     block_size: int = 32
     topk_over: str = "sample"
     selection: str = "largest"
+    offload: bool = False
     model: Model = Model()
 
     @functools.cached_property
@@ -95,10 +99,10 @@ class Mark:
     @functools.lru_cache(maxsize=4096)
     def read(text: str) -> Mark:
         """Return the mark with this text."""
-        operator, name, bits, block_size, topk_over, selection, model = json.loads(text)
+        operator, name, bits, block_size, topk_over, selection, offload, model = json.loads(text)
         model = dict(zip(Model.__dataclass_fields__, model, strict=True))
         model["operations"] = tuple(map(tuple, model["operations"]))
-        return Mark(operator, name, bits, block_size, topk_over, selection, Model(**model))
+        return Mark(operator, name, bits, block_size, topk_over, selection, offload, Model(**model))
 
 
 def general_name(fqn: str) -> str:

@@ -86,6 +86,7 @@ class Values:
         selection: How blocks are selected.
         operator: The operator of the layer that reads them, ``""`` without one.
         operation: The operation that a warning of outliers names, ``""`` to look for none.
+        offload: Whether the packed values wait for backward in the memory of the host.
     """
 
     bits: int
@@ -95,6 +96,7 @@ class Values:
     selection: str = "largest"
     operator: str = ""
     operation: str = ""
+    offload: bool = False
 
     @property
     def drops(self) -> bool:
@@ -123,7 +125,8 @@ def find_way(joint: Joint, model: Model, read: Read) -> Way:
         assert isinstance(parts, int | Node)
         if layer.bits in (0, HALF) and parts == 0:
             raise Refusal("the layer's rule keeps values uncompressed")
-        return Values(layer.bits, layer.block_size, parts, layer.topk_over, layer.selection, layer.operator)
+        how = layer.bits, layer.block_size, parts, layer.topk_over, layer.selection, layer.operator
+        return Values(*how, offload=layer.offload)
     operation = "" if layer is not None else _find_operation(joint, model, read, use)
     storage = storage_for(operation, use, _find_facts(joint, model, read, use), model)
     if storage.how == "signs" or storage.how == "shape":
@@ -134,7 +137,7 @@ def find_way(joint: Joint, model: Model, read: Read) -> Way:
         raise Refusal("it does not depend on a layer's input, so it may be a weight")
     is_checked = use in (Use.LINEAR, Use.BOUNDED) and model.bits_by_rule(operation) is None
     name = (operation or name_of(read.reader)).rpartition(".")[2] if is_checked else ""
-    return Values(storage.bits, model.block_size, operation=name)
+    return Values(storage.bits, model.block_size, operation=name, offload=model.offload)
 
 
 def _find_operation(joint: Joint, model: Model, read: Read, use: Use) -> str:
@@ -399,4 +402,4 @@ def combine_ways(ways: list[Values]) -> Values:
     most = max(ways, key=lambda way: way.bits)
     if alike:
         return most
-    return Values(most.bits, most.block_size, operator=most.operator)
+    return Values(most.bits, most.block_size, operator=most.operator, offload=most.offload)

@@ -103,12 +103,21 @@ class Rewriter:
         value = value_of(node)
         with writer.before(after(node), FORWARD):
             rows = self._lay_out(node, layout)
-            stored = self._compress(source, rows)
+            packed = self._compress(source, rows)
+            stored = [writer.call(_own.to_host.default, packed[0])] if self._is_moved(source, packed) else packed
         for saved in stored:
             force_save(saved)
         with writer.before(reader, BACKWARD):
-            self._restored[source.node] = self._unpack(source, stored, rows, value)
+            if stored is not packed:
+                sizes, device = [writer.size(packed[0], dim) for dim in range(2)], value_of(packed[0]).device
+                packed = [writer.call(_own.from_host.default, stored[0], *sizes, device)]
+            self._restored[source.node] = self._unpack(source, packed, rows, value)
         return stored
+
+    def _is_moved(self, source: Source, packed: list[Node]) -> bool:
+        """Return whether a source waits for backward in the memory of the host."""
+        assert source.way is not None
+        return source.way.offload and len(packed) == 1 and value_of(packed[0]).is_cuda
 
     def _computed(self, source: Source) -> Node:
         """Return the node to pack, as a node of forward: blocks that run again make casts of their own."""

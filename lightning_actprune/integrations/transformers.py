@@ -50,6 +50,7 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         sparsity: Fraction of blocks to drop, in [0, 1), instead of the preset's.
         block_size: Consecutive values per block, positive, instead of the preset's.
         rules: Settings of layers by pattern, as in ``convert``.
+        offload: Whether packed tensors wait for backward in the memory of the host, as in ``convert``.
         verbose: Whether the main process prints which layers are converted, and what they keep.
 
     Raises:
@@ -75,9 +76,10 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         sparsity: float | None = None,
         block_size: int | None = None,
         rules: Mapping[str, Rule] | None = None,
+        offload: bool = False,
         verbose: bool = True,
     ) -> None:
-        self._config = Config(preset, sparsity, block_size, rules)
+        self._config = Config(preset, sparsity, block_size, rules, offload)
         self._owner = new_owner("ActivationPruningCallback")
         self._compiled = CompiledLayers(self._owner)
         self._watch: _FirstForwards | None = None

@@ -50,6 +50,7 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
+from lightning_actprune.codec.host_copy import HostCopy, can_move
 from lightning_actprune.codec.pack_cache import find, key_of, remember
 from lightning_actprune.codec.packed import Packed, quantize
 from lightning_actprune.codec.private import (
@@ -65,7 +66,6 @@ from lightning_actprune.compiled.recompute import run_once_if_written
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.containers import tensors_in
-from lightning_actprune.operators.offload import HostCopy, can_move
 from lightning_actprune.operators.regions import Layout, as_read, dropped_by_checkpoint, layout_of, unpack_region
 from lightning_actprune.operators.second_run import FirstRun, RunHistory, SecondRunError
 

@@ -317,7 +317,7 @@ class SavedTensorCompression:
             policy = replace(policy, saved=0, parameter=0, operations=left)
         if inside:
             policy = replace(policy, query=0, key=0, value=0, attention_out=0)
-        return Model(**vars(policy), block_size=self._block_size, min_values=self.min_values)
+        return Model(**vars(policy), block_size=self._block_size, min_values=self.min_values, offload=self._offload)
 
     def __enter__(self) -> Self:
         return self.attach()

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune import Keep, Recompute, convert
-from lightning_actprune.config import Rule
-from lightning_actprune.operators import offload
+from lightning_actprune.codec import host_copy
+from lightning_actprune.compiled.install import CompiledPacking
+from lightning_actprune.config import Config, PresetName, Rule
+from lightning_actprune.convert import convert_layers, mark_layers, new_owner
 
 WIDTH, BLOCKS = 256, 8
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -63,7 +65,7 @@ def test_gradients_do_not_change(kind: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["keep", "exact", "8", "4"])
 def test_the_device_keeps_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "ON_THE_WAY", 2**20)
+    monkeypatch.setattr(host_copy, "ON_THE_WAY", 2**20)
     kept, peaks = [], []
     for is_moved in (False, True):
         model = build("cuda")
@@ -107,6 +109,36 @@ def test_graphs_that_live_together_or_are_dropped(kind: str) -> None:
         found.append([parameter.grad for parameter in model.parameters()])
     for kept, moved in zip(*found, strict=True):
         torch.testing.assert_close(moved, kept, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.integration
+@pytest.mark.parametrize("preset", ["max", "recompute"])
+def test_compiled_code_moves_what_it_packs(preset: PresetName) -> None:
+    kept, found = [], []
+    x = torch.randn(2**15, WIDTH, device="cuda")
+    for is_moved in (False, True):
+        torch._dynamo.reset()
+        model, owner = build("cuda"), new_owner("test")
+        with CompiledPacking() as packing:
+            convert_layers(model, Config(preset, offload=is_moved), owner)
+            mark_layers(model, owner)
+            call = torch.compile(model, dynamic=False)
+            for step in range(3):
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.manual_seed(step)
+                loss = call(x).square().mean()
+                kept.append(torch.cuda.memory_allocated() - before)
+                loss.backward(retain_graph=step == 1)
+                if step == 1:
+                    loss.backward()
+                del loss
+        assert any(row.bits for row in packing.rows)
+        found.append([parameter.grad for parameter in model.parameters()])
+    for stayed, moved in zip(*found, strict=True):
+        torch.testing.assert_close(moved, stayed, rtol=0, atol=0)
+    assert kept[-1] < 0.7 * kept[2]
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
