@@ -49,6 +49,7 @@ LONG = ("checkpoint", "checkpoint, save_on_cpu", "checkpoint, TRL", "recompute:8
 LONG += ("recompute:4:offload", "recompute:exact:offload", "dense", "max", "max:offload")
 ADAPTERS = ("dense", "checkpoint", "balanced", "max", "recompute:8", "balanced:offload")
 CHUNK = 4096
+packing = CompiledPacking()
 WARM_UP, SHORT = 12, 512
 """Steps, and their tokens, in which modules that run again are compared with their first runs."""
 KEYS = ("table", "model", "tokens", "batch", "mode", "method")
@@ -131,7 +132,7 @@ def compile_packing(model: nn.Module) -> None:
     """Compile a model, which packs in its graph if it was converted."""
     owners = {module.owner for module in model.modules() if is_converted(module)}
     owners |= {module._recompute.owner for module in model.modules() if isinstance(module, RecomputedModule)}
-    CompiledPacking().open()
+    packing.open()
     for owner in owners:
         mark_layers(model, owner, unmarked_layers=True)
     model.compile(dynamic=False)
