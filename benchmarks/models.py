@@ -1,11 +1,13 @@
 """Models as their libraries build them, without weights, and batches for them.
 
 Images are 224 x 224, for convolutional networks with channels last; texts are 1024 tokens, BERT's 512. Losses are the
-usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU.
+usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU. ``OTHER_FIELDS`` are models
+of volumes, videos, graphs, objects and sound; what they draw outside of torch's generators is off.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +23,8 @@ from examples.models import build_model
 from examples.models.unet import UNet
 
 LABELS = 1000
-Batch = tuple[Tensor, Tensor]
+GRAPH_CLASSES = 47
+Batch = tuple[Tensor, ...]
 
 
 class Workload(NamedTuple):
@@ -29,7 +32,7 @@ class Workload(NamedTuple):
     batch: int
     build: Callable[..., nn.Module]
     data: Callable[[int], Batch]  # makes inputs and targets of so many samples
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    loss: Callable[..., Tensor]  # of the model and the batch
     sizes: Mapping[str, tuple[str, int, int]] = {}
     """By axis (``depth``, ``width``): the argument of ``build``, its usual value, and the step between sizes."""
 
@@ -46,6 +49,8 @@ def checkpoint_blocks(model: nn.Module) -> None:
         model.set_grad_checkpointing()
     elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif hasattr(model, "enable_gradient_checkpointing"):
+        model.enable_gradient_checkpointing()
     else:
         for block in blocks_of(model):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -55,8 +60,10 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that a model consists of."""
     names = {name for name, _ in model.named_modules()}
     known = ("blocks",), ("transformer.h",), ("model.layers",), ("encoder.layers",), ("bert.encoder.layer",)
-    known += ("layer1", "layer2", "layer3", "layer4"), ("stages",), ("down", "up")
-    parts = next(parts for parts in known if names.issuperset(parts))
+    known += ("layer1", "layer2", "layer3", "layer4"), ("stages",), ("down", "up"), ("convs",)
+    parts = next((parts for parts in known if names.issuperset(parts)), None)
+    if parts is None:  # no lists of blocks, as in MONAI's U-Net
+        return [block for block in model.children() if next(block.children(), None) is not None]
     return [block for part in parts for block in model.get_submodule(part)]
 
 
@@ -86,6 +93,24 @@ def _llama(width: int, hidden: int, layers: int, heads: int, groups: int) -> nn.
     return _transformers("LlamaForCausalLM", "LlamaConfig", use_cache=False, **sizes, **heads_of)
 
 
+def _volume_unet(**sizes: Any) -> nn.Module:
+    from monai.networks.nets import BasicUNet
+
+    return BasicUNet(spatial_dims=3, in_channels=1, out_channels=3, **sizes)
+
+
+def _video_transformer(**sizes: Any) -> nn.Module:
+    from diffusers import LTXVideoTransformer3DModel
+
+    return LTXVideoTransformer3DModel(**sizes).train()
+
+
+def _graph_network(**sizes: Any) -> nn.Module:
+    from torch_geometric.nn import GAT
+
+    return GAT(out_channels=GRAPH_CLASSES, dropout=0.1, **sizes)
+
+
 def _channels_last(build: Callable[[], nn.Module]) -> nn.Module:
     return build().to(memory_format=torch.channels_last)
 
@@ -108,12 +133,53 @@ def _text(batch: int, length: int, vocabulary: int) -> Batch:
     return tokens, tokens
 
 
+def _volumes(batch: int, size: int) -> Batch:
+    return torch.randn(batch, 1, size, size, size), torch.randint(3, (batch, size, size, size))
+
+
+def _videos(batch: int, size: tuple[int, int, int], channels: int, caption: tuple[int, int]) -> Batch:
+    latents = torch.randn(2, batch, math.prod(size), channels)
+    times = torch.linspace(0, 1, batch + 2)[1:-1]
+    return latents[0], latents[1], torch.randn(batch, *caption), times, torch.tensor([size] * batch)
+
+
+def _graph(nodes: int, features: int) -> Batch:
+    return torch.randn(nodes, features), torch.randint(GRAPH_CLASSES, (nodes,)), torch.randint(nodes, (2, 10 * nodes))
+
+
+def _scenes(batch: int, size: tuple[int, int], objects: int = 10) -> Batch:
+    boxes = 0.25 + 0.5 * torch.rand(batch, objects, 4)
+    return torch.randn(batch, 3, *size), torch.randint(91, (batch, objects)), boxes
+
+
+def _sound(batch: int, seconds: float) -> Batch:
+    return torch.randn(batch, int(16000 * seconds)), torch.randint(1, 32, (batch, int(10 * seconds)))
+
+
 def _cross_entropy(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(x), labels)
 
 
 def _noise_error(model: nn.Module, images: Tensor, noise: Tensor) -> Tensor:
     return F.mse_loss(model(images, torch.linspace(0, 1, len(images), device=images.device)), noise)
+
+
+def _flow_error(model: nn.Module, clean: Tensor, noise: Tensor, caption: Tensor, times: Tensor, size: Tensor) -> Tensor:
+    at = times[:, None, None]
+    frames, height, width = size[0].tolist()
+    mask = torch.ones(caption.shape[:2], device=caption.device)
+    velocity = model(torch.lerp(clean, noise, at), caption, 1000 * times, mask, frames, height, width).sample
+    return F.mse_loss(velocity, noise - clean)
+
+
+def _graph_loss(model: nn.Module, features: Tensor, labels: Tensor, edges: Tensor) -> Tensor:
+    return F.cross_entropy(model(features, edges), labels)
+
+
+def _detection_loss(model: nn.Module, images: Tensor, classes: Tensor, boxes: Tensor) -> Tensor:
+    labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
+    loss: Tensor = model(images, labels=labels).loss
+    return loss
 
 
 def _own_loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
@@ -171,6 +237,42 @@ WORKLOADS = {
         partial(build_model, "resmlp_s12", image_size=224, patch_size=16, num_classes=LABELS),
         sizes=_sized("depth", 12, "dim", 384),
     ),
+    "BasicUNet, 3D": Workload("monai", 2, _volume_unet, partial(_volumes, size=128), _cross_entropy),
+    "LTXVideoTransformer3DModel": Workload(  # 8 of its 28 blocks, a video of 121 frames of 512 x 704
+        "diffusers",
+        1,
+        partial(_video_transformer, num_layers=8),
+        partial(_videos, size=(16, 16, 22), channels=128, caption=(128, 4096)),
+        _flow_error,
+    ),
+    "GAT": Workload(  # a batch is counted in nodes of one graph
+        "torch_geometric",
+        100_000,
+        partial(_graph_network, in_channels=128, hidden_channels=256, num_layers=3, heads=4),
+        partial(_graph, features=128),
+        _graph_loss,
+    ),
+    "DetrForObjectDetection": Workload(
+        "transformers",
+        4,
+        partial(_transformers, "DetrForObjectDetection", "DetrConfig", num_labels=91),
+        partial(_scenes, size=(800, 1066)),
+        _detection_loss,
+    ),
+    "Wav2Vec2ForCTC": Workload(
+        "transformers",
+        8,
+        partial(_transformers, "Wav2Vec2ForCTC", "Wav2Vec2Config", apply_spec_augment=False, layerdrop=0.0),
+        partial(_sound, seconds=15),
+        _own_loss,
+    ),
+    "MambaForCausalLM": Workload(  # 4 of the 24 layers of its smallest size: a loop over tokens in Python
+        "transformers",
+        4,
+        partial(_transformers, "MambaForCausalLM", "MambaConfig", num_hidden_layers=4, use_cache=False),
+        partial(_text, length=1024, vocabulary=50280),
+        _own_loss,
+    ),
     "small": Workload(
         "lightning_actprune",
         2,
@@ -185,3 +287,8 @@ TRAINED = (
     *("GPT2LMHeadModel", "GPT2LMHeadModel, medium", "LlamaForCausalLM, 1.1B", "BertForSequenceClassification"),
 )
 """Models that the tables show."""
+OTHER_FIELDS = (
+    *("BasicUNet, 3D", "LTXVideoTransformer3DModel", "GAT"),
+    *("DetrForObjectDetection", "Wav2Vec2ForCTC", "MambaForCausalLM"),
+)
+"""Models of the table in ``docs/more_models.md``."""
