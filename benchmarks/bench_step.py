@@ -470,22 +470,23 @@ class GradientError(pl.Callback):
         self.batch = batch
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        x, y = self.batch
+        x, *targets = self.batch
         if pl_module.case.method == "rounded":
             x = x * (1 + torch.finfo(torch.bfloat16).eps / 2)
-        ours = gradients(trainer, pl_module, (x, y))
+        our_loss, ours = backward(trainer, pl_module, (x, *targets))
         revert(pl_module)
-        self.figures = compare(ours, gradients(trainer, pl_module, self.batch))
+        loss, exact = backward(trainer, pl_module, self.batch)
+        self.figures = compare(ours, exact) | {"loss_off": float(f"{abs(our_loss / loss - 1):.1e}")}
 
 
-def gradients(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
-    """Return the gradients of one step by the names of their parameters."""
+def backward(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of one step, and its gradients by the names of their parameters."""
     pl_module.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     with trainer.precision_plugin.train_step_context():
         loss = pl_module.training_step(batch, 0)
     loss.backward()
-    return {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+    return loss.item(), {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
 
 
 def compare(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Record:
@@ -504,7 +505,7 @@ def compare(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Record:
 
 def measure(case: Case, args: argparse.Namespace, queue: Queue | None, rank: int = 0, port: int = 0) -> Record:
     """Return the figures of one process of a case."""
-    plan = QUICK if args.quick else Plan(turns=args.turns)
+    plan = QUICK if args.quick else Plan(turns=args.turns, in_a_row=args.in_a_row)
     plan = plan._replace(warm_up=40) if case.mode == GRAPHS else plan
     figures, error = StepFigures(plan, queue), GradientError()
     try:
@@ -664,6 +665,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--table", default="trainer", help="where the records belong to (README.md)")
     parser.add_argument("--mode", nargs="+", default=[EAGER], choices=MODES, help="how models run")
     parser.add_argument("--turns", type=int, default=Plan().turns, help="of each case")
+    parser.add_argument("--in-a-row", type=int, default=Plan().in_a_row, help="steps of a turn without waiting")
     parser.add_argument("--batches", type=float, default=2, help="batches of models.py in one")
     parser.add_argument("--devices", nargs="+", type=int, default=(1,), help="numbers of GPUs")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="on several GPUs")

@@ -137,6 +137,20 @@ def steps(records: Records) -> str:
     return sourced(header, by_model(records, lambda r: r["model"], cells), records, "steps")
 
 
+def other_fields() -> str:
+    """Steps of models of other fields, eager and compiled."""
+
+    def cells(r: Record, dense: Record | None) -> list[str]:
+        row = [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib"))]
+        row += [figure(r, dense, "step_ms", 1)]
+        return row + [f"{1 - r['cosine']:.1e}" if "cosine" in r else "-", f"{r['loss_off']:g}" if "cosine" in r else "-"]
+
+    records = select("steps", table="other fields")
+    rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)
+    header = ["method", "activations MiB", "peak MiB", "ms a step", "1 - cosine", "loss off by"]
+    return sourced(header, rows, records, "steps")
+
+
 def graphs(**of: str) -> str:
     """Steps replayed from CUDA graphs."""
     records = select("steps", **of)
@@ -626,6 +640,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "brief": lambda: headline(brief=True),
     "trainer": lambda: steps(select("steps", table="trainer")),
     "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
+    "other_fields": other_fields,
     "graphs": lambda: graphs(table="compiled", mode="reduce-overhead"),
     "replayed": lambda: graphs(table="graphs"),
     "gpus": several_gpus,

@@ -215,6 +215,7 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     SavedOp("relu", _U.NOTHING, _U.SIGN, _SMOOTH, backward={"threshold_backward": {1: _U.SIGN}, "le": {0: _U.SIGN}}),
     *_with_backward(_U.SHAPE, "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
     *_with_backward(_U.SHAPE, "max_pool2d_with_indices", "max_pool3d_with_indices"),
+    *_with_backward(_U.SHAPE, *(f"{mode}_pad{n}d" for mode in ("reflection", "replication") for n in (1, 2, 3))),
     SavedOp("index_add", _U.SHAPE),
     # === Exact, or nothing: for code that walks a graph ==============================================================
     *_rows("add", "sub", "neg", inputs=_U.NOTHING, kind=_K.KEEPS_OUTLIERS | _SMOOTH),

@@ -89,6 +89,12 @@ SHAPE_ALONE: dict[str, Function] = {
     "_adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x.view(-1, 4, 4, 4), 2),
     "max_pool2d_with_indices": lambda x: F.max_pool2d(x, 2),
     "max_pool3d_with_indices": lambda x: F.max_pool3d(x.view(-1, 4, 4, 4), 2),
+    "reflection_pad1d": lambda x: F.pad(x.view(-1, 4, 4), [1] * 2, "reflect"),
+    "reflection_pad2d": lambda x: F.pad(x.view(-1, 4, 4), [1] * 4, "reflect"),
+    "reflection_pad3d": lambda x: F.pad(x.view(-1, 4, 4, 4), [1] * 6, "reflect"),
+    "replication_pad1d": lambda x: F.pad(x.view(-1, 4, 4), [1] * 2, "replicate"),
+    "replication_pad2d": lambda x: F.pad(x.view(-1, 4, 4), [1] * 4, "replicate"),
+    "replication_pad3d": lambda x: F.pad(x.view(-1, 4, 4, 4), [1] * 6, "replicate"),
     "index_add": lambda x: torch.zeros_like(x).index_add(0, torch.arange(len(x)) // 2, x),
 }
 ELSEWHERE = {"linear", "cudnn_batch_norm", "_fused_rms_norm"}
