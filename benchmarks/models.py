@@ -1,8 +1,8 @@
 """Models as their libraries build them, without weights, and batches for them.
 
 Images are 224 x 224, for convolutional networks with channels last; texts are 1024 tokens, BERT's 512. Losses are the
-usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU. ``OTHER_FIELDS`` are models
-of volumes, videos, graphs, objects and sound; what they draw outside of torch's generators is off.
+usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU. The models from ``BasicUNet,
+3D`` to ``MambaForCausalLM`` are of other fields; what they draw from other generators than torch's is off.
 """
 
 from __future__ import annotations
@@ -287,8 +287,3 @@ TRAINED = (
     *("GPT2LMHeadModel", "GPT2LMHeadModel, medium", "LlamaForCausalLM, 1.1B", "BertForSequenceClassification"),
 )
 """Models that the tables show."""
-OTHER_FIELDS = (
-    *("BasicUNet, 3D", "LTXVideoTransformer3DModel", "GAT"),
-    *("DetrForObjectDetection", "Wav2Vec2ForCTC", "MambaForCausalLM"),
-)
-"""Models of the table in ``docs/more_models.md``."""

@@ -142,8 +142,8 @@ def other_fields() -> str:
 
     def cells(r: Record, dense: Record | None) -> list[str]:
         row = [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib"))]
-        row += [figure(r, dense, "step_ms", 1)]
-        return row + [f"{1 - r['cosine']:.1e}" if "cosine" in r else "-", f"{r['loss_off']:g}" if "cosine" in r else "-"]
+        compared = [f"{1 - r['cosine']:.1e}", f"{r['loss_off']:g}"] if "cosine" in r else ["-", "-"]
+        return [*row, figure(r, dense, "step_ms", 1), *compared]
 
     records = select("steps", table="other fields")
     rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)

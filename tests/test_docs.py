@@ -42,7 +42,7 @@ def pages():
     for path in PAGES:
         blocks = code_blocks(path.read_text(), "python")
         if blocks and path.name not in ELSEWHERE:
-            foreign = re.search(r"(?:import|from) (?:transformers|timm|peft)\b", "\n".join(blocks))
+            foreign = re.search(r"(?:import|from) (?:transformers|timm|peft|monai)\b", "\n".join(blocks))
             yield pytest.param(path, marks=pytest.mark.foreign if foreign else pytest.mark.integration, id=path.name)
 
 
@@ -94,6 +94,12 @@ def check_out_of_memory(names):
     assert names["step"].peak_without(1.0) < names["step"].peak_without(0.5) < names["step"].peak_bytes
     assert names["monitor"].report.stored_bytes < 0.5 * names["pruned"]
     assert names["data"].batch_size == 32
+
+
+def check_more_models(names):
+    kept = names["kept"]
+    assert len(kept) == 6 * 3
+    assert all(min(kept[name, preset] for preset in ("max", "recompute")) < 0.5 for name, _ in kept)
 
 
 def check_index(names):

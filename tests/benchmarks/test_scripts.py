@@ -38,6 +38,7 @@ def test_steps_of_methods_side_by_side(tmp_path):
     kept = {method: record["accounted_mib"] for method, record in found.items()}
     assert max(kept["max"], kept["checkpoint"]) < 0.5 * kept["dense"]
     assert kept["linear:8"] < kept["dense"] == kept["rounded"]
+    assert found["linear:8"]["loss_off"] == 0 < found["rounded"]["loss_off"] < 0.01
     assert found["linear:8"]["error"] < 0.01 < found["linear:s0.5:b16"]["error"] < 1
     assert 0 < found["rounded"]["error"] < 0.01
     assert "cosine" not in found["checkpoint"]
