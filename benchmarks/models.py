@@ -1,8 +1,8 @@
 """Models as their libraries build them, without weights, and batches for them.
 
 Images are 224 x 224, for convolutional networks with channels last; texts are 1024 tokens, BERT's 512. Losses are the
-usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU. The models from ``BasicUNet,
-3D`` to ``MambaForCausalLM`` are of other fields; what they draw from other generators than torch's is off.
+usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU. ``BasicUNet, 3D`` and
+the models behind it are of other fields; what they draw from other generators than torch's is off.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def check_out_of_memory(names):
 
 def check_more_models(names):
     kept = names["kept"]
-    assert len(kept) == 6 * 3
-    assert all(min(kept[name, preset] for preset in ("max", "recompute")) < 0.5 for name, _ in kept)
+    assert len(kept) == 6 * 4
+    assert all(min(kept[name, preset] for preset in ("max", "recompute")) < 0.5 * kept[name, "dense"] for name, _ in kept)
 
 
 def check_index(names):
