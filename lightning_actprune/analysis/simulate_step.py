@@ -43,8 +43,9 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -281,18 +282,22 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         self.names: Mapping[nn.Module, str] = {}
         """Names of the modules, for errors."""
         self._fakes = FakeMode()
+        self._results: dict[Any, Any] = {}
+        """Results of operations, with layouts and positions of arguments in place of tensors."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return a tensor without values of the same shape, type and layout."""
-        storage = self.allocator.empty(tensor.untyped_storage().nbytes())
-        empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return self._empty(_Layout.of(tensor))
+
+    def _empty(self, layout: _Layout) -> Tensor:
+        empty = torch.empty(0, dtype=layout.dtype)
+        return empty.set_(self.allocator.empty(layout.nbytes), layout.offset, layout.shape, layout.strides)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else dict(kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = _list_tensors((args, *kwargs.values()))
         device = kwargs.get("device")
         # === Meta tensors and views take no memory ===
         if any(tensor.is_meta for tensor in inputs) or (device is not None and torch.device(device).type == "meta"):
@@ -315,21 +320,36 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             self.allocator.without_values.add(tensor.untyped_storage()._cdata)
         if len(outputs) == len(func._schema.returns) > 0:
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        if outputs and not func._schema.returns:  # a fused optimizer
+            return None
         # === New results have shapes only; partial sums take memory meanwhile ===
         sums = self.allocator.empty(_count_sum_bytes(func, args))
-        results = self._run_without_values(func, args, kwargs, has_values and not inputs)
+        results = self._find_results(func, args, kwargs, inputs)
+        if has_values and not inputs and _count_values(results) <= MOST_VALUES:  # a factory, such as that of positions
+            made = self.count_results(func(*args, **kwargs), [])
+        else:
+            made = self._make_results(results, inputs)
         del sums
-        return results
+        return made
 
-    def _run_without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], factory: bool) -> Any:
-        """Return results by their shapes; small results of a ``factory`` get their values."""
-        real: dict[int, Tensor] = {}
+    def _find_results(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> Any:
+        """Return results with layouts and positions of ``inputs`` in place of tensors.
+
+        Torch is asked once: steps repeat their operations, and so do the blocks of a model.
+        """
+        key = func, torch.get_default_dtype(), _describe(args), _describe(tuple(kwargs.items()))
+        if key not in self._results:
+            self._results[key] = self._ask_torch(func, args, kwargs, inputs)
+        return self._results[key]
+
+    def _ask_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         fakes: dict[int, Tensor] = {}
 
         def fake(tensor: Tensor) -> Tensor:
             if id(tensor) not in fakes:
-                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-                fakes[id(tensor)], real[id(twin)] = twin, tensor
+                fakes[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return fakes[id(tensor)]
 
         try:
@@ -337,9 +357,17 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
                 results = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
         except Exception as error:  # any error of an operation that needs values, or that fails
             raise NoValuesError(self._describe_no_values(func, f"fails: {type(error).__name__}: {error}")) from error
-        if factory and sum(leaf.numel() for leaf in tree_leaves(results) if isinstance(leaf, Tensor)) <= MOST_VALUES:
-            return self.count_results(func(*args, **kwargs), [])
-        return tree_map_only(Tensor, lambda t: real[id(t)] if id(t) in real else self.empty_like(t), results)
+        places = {id(fakes[id(tensor)]): _Place(number) for number, tensor in enumerate(inputs) if id(tensor) in fakes}
+        return tree_map_only(Tensor, lambda tensor: places.get(id(tensor)) or _Layout.of(tensor), results)
+
+    def _make_results(self, results: Any, inputs: list[Tensor]) -> Any:
+        if isinstance(results, _Layout):
+            return self._empty(results)
+        if isinstance(results, _Place):
+            return inputs[results.number]
+        if isinstance(results, (list, tuple)):
+            return type(results)(self._make_results(result, inputs) for result in results)
+        return results
 
     def count_results(self, results: Any, inputs: list[Tensor]) -> Any:
         """Return results with values, in memory of the allocator."""
@@ -371,6 +399,57 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
                 return f"module {self.names[module] or '(root)'!r} ({type(module).__name__})"
             frame = frame.f_back
         return "the step outside of its modules"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What torch says about a result: everything but its values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        """Return the layout of a tensor, with the bytes of its storage."""
+        nbytes = tensor.untyped_storage().nbytes()
+        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, nbytes)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A result that is one of the input tensors."""
+
+    number: int
+
+
+def _list_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments of an operation, whose only containers are lists and tuples."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += _list_tensors(value)
+    return tensors
+
+
+def _describe(value: Any) -> Any:
+    """Return what an argument contributes to the shapes of results, as part of a key."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe, value))
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+def _count_values(results: Any) -> int:
+    """Return the number of values in all results."""
+    if isinstance(results, (list, tuple)):
+        return sum(map(_count_values, results))
+    return results.shape.numel() if isinstance(results, _Layout) else 0
 
 
 def _describe_caller() -> str:
