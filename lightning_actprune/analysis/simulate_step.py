@@ -153,21 +153,50 @@ def simulate(
         >>> step.measured, step.activation_bytes[step.forward_end]
         (True, 1069060)
     """
+    with open_simulation(
+        model,
+        batch,
+        prepare,
+        loss=loss,
+        precision=precision,
+        optimizer=optimizer,
+        accumulates=accumulates,
+        workspaces=workspaces,
+    ) as simulate_batch:
+        return simulate_batch(batch)
+
+
+@contextmanager
+def open_simulation(
+    model: nn.Module,
+    batch: Any,
+    prepare: Prepare | None = None,
+    *,
+    loss: Loss | None = None,
+    precision: str = "bf16-mixed",
+    optimizer: MakeOptimizer | None = None,
+    accumulates: bool = False,
+    workspaces: bool = True,
+) -> Iterator[Callable[[Any], StepMemory]]:
+    """Yield a function that simulates a step with a batch of any size; ``batch`` is the first one, which decides.
+
+    Arguments and errors are those of ``simulate``. Other threads have to wait for the end before they can simulate.
+    """
     require("Simulating a step", FOR_SIMULATION)
     autocast, whole = PRECISIONS[check_precision(precision)]
-    loss = compute_loss if loss is None else loss
     mode = _Mode(workspaces)
     with _one_at_a_time, _restore_randomness(), _register_gpu_rules(), act_as(SimulatedGPU(HOPPER)), mode:
         twin = _copy_without_values(check_model(model), mode).train()
         if whole is not None:
             twin.to(whole)
-        inputs = map_tensors(functools.partial(_make_input, mode, whole), batch)
         mode.names = ModuleNames(twin)
         report = None if prepare is None else prepare(twin)
         make_optimizer = optimizer or functools.partial(torch.optim.AdamW, fused=True)
-        step = _Step(twin, inputs, loss, autocast, make_optimizer([p for p in twin.parameters() if p.requires_grad]))
-        step.warm_up(report, accumulates)
-        return step.record(mode.allocator.ask, accumulates)
+        parameters = make_optimizer([p for p in twin.parameters() if p.requires_grad])
+        step = _Step(twin, loss or compute_loss, autocast, parameters, accumulates)
+        make_input = functools.partial(_make_input, mode, whole)
+        step.warm_up(map_tensors(make_input, batch), report)
+        yield lambda batch: step.record(map_tensors(make_input, batch), mode.allocator.ask)
 
 
 def compute_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -218,43 +247,43 @@ class _Step:
     """A training step of a copy of a model."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, optimizer: Optimizer
+        self, model: nn.Module, loss: Loss, autocast: torch.dtype | None, optimizer: Optimizer, accumulates: bool
     ) -> None:
-        self._model, self._batch, self._loss = model, batch, loss
-        self._autocast, self._optimizer = autocast, optimizer
+        self._model, self._loss = model, loss
+        self._autocast, self._optimizer, self._accumulates = autocast, optimizer, accumulates
         # Lightning drops the gradients of a step when the next forward is over.
         self._in_lightning = hasattr(model, "training_step")
 
-    def warm_up(self, report: ConversionReport | None, accumulates: bool) -> None:
+    def warm_up(self, batch: Any, report: ConversionReport | None) -> None:
         """Run a first step: it makes the decisions of a first batch, and creates the optimizer's state."""
         if report is None:
-            self._forward().backward()  # type: ignore[no-untyped-call]
+            self._forward(batch).backward()  # type: ignore[no-untyped-call]
         else:
-            with RetentionProbe(self._model, self._batch) as probe:
-                loss = self._forward()
+            with RetentionProbe(self._model, batch) as probe:
+                loss = self._forward(batch)
                 probe.check_alive()
                 loss.backward()  # type: ignore[no-untyped-call]
             probe.apply(report)
             limited = (row for row in report.converted if row.keep is not None and row.keep.max_dropped_energy < 1)
             keep_blocks(self._model, report, {row.fqn: 1.0 for row in limited if row.sparsity})
-        self._update(gradients_stay=self._in_lightning or accumulates)
+        self._update()
 
-    def record(self, allocator: Callable[[], tuple[int, int]], accumulates: bool) -> StepMemory:
+    def record(self, batch: Any, allocator: Callable[[], tuple[int, int]]) -> StepMemory:
         """Run a step and return its memory."""
-        with StepMemoryRecorder(self._model, self._batch, [self._optimizer], allocator=allocator) as recorder:
-            loss = self._forward()
-            if self._in_lightning and not accumulates:
+        with StepMemoryRecorder(self._model, batch, [self._optimizer], allocator=allocator) as recorder:
+            loss = self._forward(batch)
+            if self._in_lightning and not self._accumulates:
                 recorder.moment()
                 self._optimizer.zero_grad(set_to_none=True)
             recorder.mark("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             recorder.mark("optimizer")
-            self._update(gradients_stay=self._in_lightning)
+            self._update()
         return recorder.result()
 
-    def _forward(self) -> Tensor:
+    def _forward(self, batch: Any) -> Tensor:
         with torch.autocast(_AUTOCAST, self._autocast, enabled=self._autocast is not None):
-            loss = self._loss(self._model, self._batch)
+            loss = self._loss(self._model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(
                 f"`loss` must return a tensor of one value, got {type(loss).__name__}. HINT: for example `lambda "
@@ -262,9 +291,9 @@ class _Step:
             )
         return loss
 
-    def _update(self, *, gradients_stay: bool) -> None:
+    def _update(self) -> None:
         self._optimizer.step()
-        if not gradients_stay:
+        if not self._in_lightning and not self._accumulates:
             self._optimizer.zero_grad(set_to_none=True)
 
 
@@ -332,9 +361,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         del sums
         return made
 
-    def _find_results(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
-    ) -> Any:
+    def _find_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         """Return results with layouts and positions of ``inputs`` in place of tensors.
 
         Torch is asked once: steps repeat their operations, and so do the blocks of a model.
@@ -414,8 +441,8 @@ class _Layout:
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
         """Return the layout of a tensor, with the bytes of its storage."""
-        nbytes = tensor.untyped_storage().nbytes()
-        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, nbytes)
+        offset, nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+        return cls(tensor.shape, tensor.stride(), offset, tensor.dtype, nbytes)
 
 
 @dataclass(frozen=True)
