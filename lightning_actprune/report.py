@@ -32,6 +32,7 @@ _PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
 MAX_ROWS = 40
 """Rows that a table shows; the others share one row."""
 MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)

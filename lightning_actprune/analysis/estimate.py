@@ -9,25 +9,36 @@ and how much of the peak are parameters, gradients and optimizer state, which no
 preset leaves uncompressed exceeds a third of the peak, the row names it: then another preset will not help, but less of
 *that* will.
 
+The largest batch that fits in some memory is found by steps of other batch sizes. A peak is nearly a line ::
+
+    peak(n) = fixed + n * bytes of a sample
+
+so the next size to simulate is where the line through two simulated peaks meets the memory. The search ends when a size
+fits and the next one does not, so it is exact however far peaks are off that line, as long as they grow.
+
 The peaks of 13 models were compared with those of CUDA's caching allocator on an H200 (``docs/estimate.md``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast, get_args
 
+import torch
 from rich.table import Table
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, Prepare, has_known_values, open_simulation
 from lightning_actprune.analysis.step_memory import StepMemory
+from lightning_actprune.codec.private import tree_leaves
 from lightning_actprune.config import PresetName, join_names
 from lightning_actprune.convert import convert
+from lightning_actprune.operators.containers import map_tensors
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import MIB, ConversionReport
 
@@ -36,6 +47,8 @@ METHODS = DENSE, CHECKPOINT, *get_args(PresetName)
 """Rows of an estimate: the dense model, every repeated block checkpointed, and each preset."""
 LARGE = 1 / 3
 """Share of a peak from which on something uncompressed is named."""
+_MOST_LINES = 6
+"""Steps after which a search for the largest batch halves what is left of it."""
 _HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Uncompressed"
 
 
@@ -47,11 +60,14 @@ class EstimateRow:
         method: ``"dense"``, ``"checkpoint"`` or a preset.
         step: The step, ``None`` if the setting does not apply to this model.
         reason: Why it does not apply.
+        largest_batch: Most samples of a batch whose step fits in the memory that was asked for, 0 if not one does;
+            ``None`` if none was asked for, or if steps with other numbers of samples cannot be simulated.
     """
 
     method: str
     step: StepMemory | None = None
     reason: str | None = None
+    largest_batch: int | None = None
 
     @property
     def activation_bytes(self) -> int | None:
@@ -86,7 +102,7 @@ class EstimateRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except single moments, ready for JSON."""
-        sizes = {"activation_bytes": self.activation_bytes, "peak_bytes": self.peak_bytes}
+        sizes = {name: getattr(self, name) for name in ("activation_bytes", "peak_bytes", "largest_batch")}
         large = None if self.large is None else {"name": self.large[0], "bytes": self.large[1]}
         return {"method": self.method, **sizes, "parts": self.parts, "large": large, "reason": self.reason}
 
@@ -97,9 +113,11 @@ class Estimate:
 
     Args:
         rows: One per setting.
+        memory: Bytes that the largest batches fit in, if they were asked for.
     """
 
     rows: list[EstimateRow] = field(default_factory=list)
+    memory: int | None = None
 
     def __getitem__(self, method: str) -> EstimateRow:
         """Return the row of a setting."""
@@ -114,9 +132,14 @@ class Estimate:
         table = Table(title="Estimated memory of a training step in MiB", title_justify="left")
         for number, header in enumerate(_HEADERS):
             table.add_column(header, justify="right" if 0 < number < len(_HEADERS) - 1 else "left", overflow="fold")
+        if self.memory is not None:
+            table.add_column("Largest\nbatch", justify="right")
         dense = next((row for row in self.rows if row.method == DENSE), None)
         for row in self.rows:
-            table.add_row(*map(Text, _make_cells(row, dense)))
+            cells = _make_cells(row, dense)
+            if self.memory is not None:
+                cells.append("" if row.largest_batch is None else f"{row.largest_batch:,}")
+            table.add_row(*map(Text, cells))
         return table
 
 
@@ -128,6 +151,7 @@ def estimate(
     optimizer: MakeOptimizer | None = None,
     loss: Loss | None = None,
     presets: Sequence[str] = METHODS,
+    memory: int | None = None,
 ) -> Estimate:
     """Estimate what a training step would take on a GPU: dense, checkpointed and under each preset.
 
@@ -141,6 +165,8 @@ def estimate(
         loss: Returns the loss, given a copy of the model and the batch. By default that of ``training_step``, the
             model's own loss for a mapping, or for ``(inputs, targets)`` the cross entropy or the squared error.
         presets: Rows to make: ``"dense"``, ``"checkpoint"`` and presets.
+        memory: Bytes of a GPU for which to find the largest batch of each row. Samples are the first dimension of the
+            first tensor of ``batch``, and of all tensors in it that are as long.
 
     Returns:
         One row per entry of ``presets``.
@@ -157,25 +183,113 @@ def estimate(
         >>> [round(row.activation_bytes / 2**20, 1) for row in result.rows]
         [4.7, 0.9]
     """
-    for name in presets:
+    rows = []
+    for name in check_methods(presets):
+        prepare: Prepare | None = None
+        if name != DENSE:
+            prepare = _checkpoint_blocks if name == CHECKPOINT else partial(_convert, cast(PresetName, name))
+        try:
+            with open_simulation(
+                model, batch, prepare, loss=loss, precision=precision, optimizer=optimizer
+            ) as simulate_batch:
+                step = simulate_batch(batch)
+                largest = None if memory is None else find_largest_batch(simulate_batch, batch, step, memory)
+                rows.append(EstimateRow(name, step, largest_batch=largest))
+        except _NotForThisModelError as error:
+            rows.append(EstimateRow(name, reason=str(error).splitlines()[0]))
+    return Estimate(rows, memory)
+
+
+def check_methods(names: Sequence[str]) -> Sequence[str]:
+    """Return ``names`` if all of them are rows of an estimate."""
+    for name in names:
         if name not in METHODS:
             raise ValueError(
                 f"`presets` must be some of {join_names(METHODS)}, got {name!r}. HINT: 'dense' is the unchanged model, "
                 "'checkpoint' runs every repeated block again."
             )
-    rows = []
-    for name in presets:
-        reason, prepare = None, None
-        if name != DENSE:
-            prepare = _checkpoint_blocks if name == CHECKPOINT else partial(_convert, cast(PresetName, name))
+    return names
+
+
+# === The largest batch ================================================================================================
+def find_largest_batch(
+    simulate_batch: Callable[[Any], StepMemory], batch: Any, step: StepMemory, memory: int
+) -> int | None:
+    """Return the most samples of a batch whose step fits, 0 if not one does (see the module).
+
+    Args:
+        simulate_batch: Returns the step of a batch.
+        batch: A batch of any size.
+        step: Its step.
+        memory: Bytes to fit in.
+
+    Returns:
+        The number of samples, ``None`` if steps with other numbers of samples cannot be simulated.
+    """
+    samples = _count_samples(batch)
+    if samples is None:
+        return None
+    peaks = {samples: step.peak_bytes}
+    bytes_per_sample = _bound_bytes_per_sample(step, samples)
+    while True:
+        fitting = max((n for n, peak in peaks.items() if peak <= memory), default=0)
+        too_large = min((n for n, peak in peaks.items() if peak > memory and n > fitting), default=None)
+        if too_large == fitting + 1:
+            return fitting
+        guess = _guess_samples(peaks, fitting, too_large, memory, bytes_per_sample)
         try:
-            step = simulate(model, batch, prepare, loss=loss, precision=precision, optimizer=optimizer)
-        except _NotForThisModelError as error:
-            step, reason = None, str(error).splitlines()[0]
-        rows.append(EstimateRow(name, step, reason))
-    return Estimate(rows)
+            peaks[guess] = simulate_batch(_resize(batch, samples, guess)).peak_bytes
+        except Exception:  # any error of a step that takes no other number of samples
+            return None
 
 
+def _bound_bytes_per_sample(step: StepMemory, samples: int) -> float:
+    """Return bytes that the peak grows by with a sample, at most: also what does not grow with samples counts."""
+    at = step.peak_in()
+    assert at is not None
+    parts = step.parts(at)
+    growing = step.peak_bytes - sum(parts[name] for name in ("parameters", "gradients", "optimizer state"))
+    return max(growing, step.activation_bytes[step.forward_end], 1) / samples
+
+
+def _guess_samples(
+    peaks: Mapping[int, int], fitting: int, too_large: int | None, memory: int, bytes_per_sample: float
+) -> int:
+    """Return the next number of samples to simulate, above ``fitting`` and below ``too_large``."""
+    if too_large is None:
+        first, last = min(peaks), fitting
+        if last > first and peaks[last] > peaks[first]:
+            bytes_per_sample = (peaks[last] - peaks[first]) / (last - first)
+        return fitting + max(1, int((memory - peaks[fitting]) / bytes_per_sample))
+    if len(peaks) > _MOST_LINES:
+        return (fitting + too_large) // 2
+    if fitting:
+        bytes_per_sample = (peaks[too_large] - peaks[fitting]) / (too_large - fitting)
+    guess = too_large - math.ceil((peaks[too_large] - memory) / bytes_per_sample)
+    return min(max(guess, fitting + 1), too_large - 1)
+
+
+def _count_samples(batch: Any) -> int | None:
+    """Return the length of the first tensor."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def _resize(batch: Any, samples: int, wanted: int) -> Any:
+    """Return a batch with another number of samples; known values are repeated, all others do not exist."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != samples:
+            return tensor
+        if has_known_values(tensor):
+            return tensor[torch.arange(wanted) % samples]
+        shape = wanted, *tensor.shape[1:]
+        empty = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return empty.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(resize, batch)
+
+
+# === Rows =============================================================================================================
 class _NotForThisModelError(Exception):
     """A setting changes nothing in a model."""
 
