@@ -14,7 +14,7 @@ The largest batch that fits in some memory is found by steps of other batch size
     peak(n) = fixed + n * bytes of a sample
 
 so the next size to simulate is where the line through two simulated peaks meets the memory. The search ends when a size
-fits and the next one does not, so it is exact however far peaks are off that line, as long as they grow.
+fits and the next one does not: in a simulation, or on the line by more than ``OFF_THE_LINE``.
 
 The peaks of 13 models were compared with those of CUDA's caching allocator on an H200 (``docs/estimate.md``).
 """
@@ -47,6 +47,8 @@ METHODS = DENSE, CHECKPOINT, *get_args(PresetName)
 """Rows of an estimate: the dense model, every repeated block checkpointed, and each preset."""
 LARGE = 1 / 3
 """Share of a peak from which on something uncompressed is named."""
+OFF_THE_LINE = 16 * MIB
+"""Bytes that a peak may be off the line through two others, since the allocator hands out whole blocks."""
 _MOST_LINES = 6
 """Steps after which a search for the largest batch halves what is left of it."""
 _HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Uncompressed"
@@ -230,21 +232,31 @@ def find_largest_batch(
     if samples is None:
         return None
     peaks = {samples: step.peak_bytes}
-    bytes_per_sample = _bound_bytes_per_sample(step, samples)
     while True:
         fitting = max((n for n, peak in peaks.items() if peak <= memory), default=0)
         too_large = min((n for n, peak in peaks.items() if peak > memory and n > fitting), default=None)
-        if too_large == fitting + 1:
+        slope = _find_slope(peaks, fitting, too_large) or _bound_slope(step, samples)
+        is_last = len(peaks) > 2 and fitting and peaks[fitting] + slope > memory + OFF_THE_LINE
+        if is_last or too_large == fitting + 1:
             return fitting
-        guess = _guess_samples(peaks, fitting, too_large, memory, bytes_per_sample)
+        guess = _guess_samples(peaks, fitting, too_large, memory, slope)
         try:
             peaks[guess] = simulate_batch(_resize(batch, samples, guess)).peak_bytes
         except Exception:  # any error of a step that takes no other number of samples
             return None
 
 
-def _bound_bytes_per_sample(step: StepMemory, samples: int) -> float:
-    """Return bytes that the peak grows by with a sample, at most: also what does not grow with samples counts."""
+def _find_slope(peaks: Mapping[int, int], fitting: int, too_large: int | None) -> float | None:
+    """Return bytes per sample between the two steps next to the memory, or ``None`` if there are no two."""
+    below = sorted(n for n in peaks if n <= fitting)
+    first, last = (below[0], fitting) if too_large is None and below else (fitting, too_large)
+    if not first or last is None or first == last or peaks[first] >= peaks[last]:
+        return None
+    return (peaks[last] - peaks[first]) / (last - first)
+
+
+def _bound_slope(step: StepMemory, samples: int) -> float:
+    """Return bytes per sample that are rather too many: what does not grow with the samples counts, too."""
     at = step.peak_in()
     assert at is not None
     parts = step.parts(at)
@@ -252,20 +264,13 @@ def _bound_bytes_per_sample(step: StepMemory, samples: int) -> float:
     return max(growing, step.activation_bytes[step.forward_end], 1) / samples
 
 
-def _guess_samples(
-    peaks: Mapping[int, int], fitting: int, too_large: int | None, memory: int, bytes_per_sample: float
-) -> int:
+def _guess_samples(peaks: Mapping[int, int], fitting: int, too_large: int | None, memory: int, slope: float) -> int:
     """Return the next number of samples to simulate, above ``fitting`` and below ``too_large``."""
     if too_large is None:
-        first, last = min(peaks), fitting
-        if last > first and peaks[last] > peaks[first]:
-            bytes_per_sample = (peaks[last] - peaks[first]) / (last - first)
-        return fitting + max(1, int((memory - peaks[fitting]) / bytes_per_sample))
+        return fitting + max(1, int((memory - peaks[fitting]) / slope))
     if len(peaks) > _MOST_LINES:
         return (fitting + too_large) // 2
-    if fitting:
-        bytes_per_sample = (peaks[too_large] - peaks[fitting]) / (too_large - fitting)
-    guess = too_large - math.ceil((peaks[too_large] - memory) / bytes_per_sample)
+    guess = too_large - math.ceil((peaks[too_large] - memory) / slope)
     return min(max(guess, fitting + 1), too_large - 1)
 
 

@@ -108,6 +108,9 @@ _IN_FP32 = (
 _IN_WIDEST = "addcmul", "addcdiv", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add"
 """Operations that autocast on a GPU computes in fp32, and in the widest type of their arguments."""
 
+_MOST_RESULTS = 2**14
+_results: dict[Any, Any] = {}
+"""Results of operations by types and layouts of the arguments, with layouts and positions of arguments for tensors."""
 _one_at_a_time = threading.RLock()  # of what is registered with torch, and of the random generators
 
 
@@ -311,8 +314,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         self.names: Mapping[nn.Module, str] = {}
         """Names of the modules, for errors."""
         self._fakes = FakeMode()
-        self._results: dict[Any, Any] = {}
-        """Results of operations, with layouts and positions of arguments in place of tensors."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return a tensor without values of the same shape, type and layout."""
@@ -364,12 +365,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
     def _find_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         """Return results with layouts and positions of ``inputs`` in place of tensors.
 
-        Torch is asked once: steps repeat their operations, and so do the blocks of a model.
+        Torch is asked once: blocks of a model are alike, and so are steps under several settings.
         """
         key = func, torch.get_default_dtype(), _describe(args), _describe(tuple(kwargs.items()))
-        if key not in self._results:
-            self._results[key] = self._ask_torch(func, args, kwargs, inputs)
-        return self._results[key]
+        if key not in _results:
+            if len(_results) >= _MOST_RESULTS:
+                _results.clear()
+            _results[key] = self._ask_torch(func, args, kwargs, inputs)
+        return _results[key]
 
     def _ask_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         fakes: dict[int, Tensor] = {}
