@@ -35,6 +35,7 @@ LAYERS = (
     {"analysis"},
     {"callbacks"},
     {"integrations"},
+    {"commands"},
     {"__init__", "__main__"},
 )
 """A module imports from its own layer and from those before it. ``codec.formats`` is not of the layer ``codec``."""

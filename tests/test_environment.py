@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, collect_environment, describe_kernels, main
+from lightning_actprune.__main__ import main
 from lightning_actprune.codec import dispatch
+from lightning_actprune.commands.environment import BLOCK_SIZES, DTYPES, collect_environment, describe_kernels
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

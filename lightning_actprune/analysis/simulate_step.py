@@ -329,10 +329,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         kwargs = {} if kwargs is None else dict(kwargs)
         inputs = _list_tensors((args, *kwargs.values()))
         device = kwargs.get("device")
-        # === Meta tensors and views take no memory ===
+        # === Meta tensors, views and the profiler's marks take no memory ===
         if any(tensor.is_meta for tensor in inputs) or (device is not None and torch.device(device).type == "meta"):
             return func(*tree_map_only(Tensor, _to_meta, args), **kwargs)
-        if _is_view(func):
+        if _is_view(func) or func.namespace == "profiler":
             return func(*args, **kwargs)
         if device is not None:
             kwargs["device"] = torch.device("cpu")

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.text import Text
@@ -136,11 +136,14 @@ def _load_attribute(module: str, name: str) -> Any:
 def _load_timm(name: str) -> nn.Module:
     timm = _import("timm")
     try:
-        model: nn.Module = timm.create_model(name)
+        try:
+            with torch.device("meta"):
+                return cast(nn.Module, timm.create_model(name))
+        except Exception:  # a few models read values while they are built
+            return cast(nn.Module, timm.create_model(name))
     except Exception as error:  # RuntimeErrors, and those of downloads
         near = _suggest(name, [*timm.list_models(), *timm.list_pretrained()])
         raise ValueError(f"timm has no model {name!r} ({format_error(error)}){near}") from error
-    return model
 
 
 def _load_hugging_face(name: str, args: argparse.Namespace) -> tuple[nn.Module, dict[str, torch.Tensor]]:

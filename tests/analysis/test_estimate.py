@@ -24,13 +24,13 @@ from torch.nn import Linear, Sequential
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Keep, Recompute, convert
-from lightning_actprune import __main__ as command
 from lightning_actprune.__main__ import main
 from lightning_actprune.analysis.caching_allocator import GRAIN, SMALL, WORKSPACE, WORKSPACES, CachingAllocator
 from lightning_actprune.analysis.estimate import METHODS, EstimateRow, estimate
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.analysis.simulate_step import compute_loss, simulate
+from lightning_actprune.commands import estimate as command
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import ConversionReport
@@ -216,6 +216,33 @@ def test_rows():
     assert "no class of blocks" in large["checkpoint"].reason
 
 
+@pytest.mark.parametrize(("method", "samples"), [("dense", 64), ("max", 4000)])
+def test_the_largest_batch_fits_and_the_next_one_does_not(method: str, samples: int):
+    weights, memory = torch.ones(4), 2000 * MIB
+    prepare = None if method == "dense" else lambda model: convert(model, "max")
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["images"]), batch["labels"], batch["weights"])
+
+    def make_batch(samples: int) -> dict[str, Tensor]:
+        images = torch.empty(samples, 3, 34, 34).to(memory_format=torch.channels_last)
+        return {"images": images, "labels": torch.randint(4, (samples,)), "weights": weights}
+
+    model, batch = conv_net().to(memory_format=torch.channels_last), make_batch(samples)
+    (row,) = estimate(model, batch, loss=loss, presets=[method], memory=memory).rows
+    fitting, next_one = (simulate(model, make_batch(row.largest_batch + n), prepare, loss=loss) for n in (0, 1))
+    noise = memory // 200  # of an allocator that has had batches of other sizes
+    assert memory - 2 * noise < fitting.peak_bytes <= memory + noise
+    assert next_one.peak_bytes > memory - noise
+
+
+def test_no_batch_is_the_largest():
+    batch = batch_for((64, 32))
+    assert estimate(blocks(), batch, presets=["dense"], memory=WORKSPACE).rows[0].largest_batch == 0
+    fixed = estimate(blocks(), batch, loss=lambda m, b: m(b[0].view(64, 32)).sum(), presets=["dense"], memory=100 * MIB)
+    assert fixed.rows[0].largest_batch is None
+
+
 def test_memory_is_handed_out_whole_and_comes_back():
     allocator, rng, out = CachingAllocator(), random.Random(0), {}
     empty, _ = allocator.ask()
@@ -259,7 +286,7 @@ def test_as_a_command(capsys):
     for memory, advice in (
         (peaks["dense"], "dense yes, max yes. Nothing has to be compressed"),
         (peaks["dense"] - 1, 'dense no, max yes. Use callbacks=[ActivationPruning("max")]'),
-        (peaks["max"] - 1, "dense no, max no. Nothing does"),
+        (peaks["max"] - 1, "dense no, max no. Nothing does. Take a batch of at most 6"),
     ):
         options = ["--shape", "32", "--batch", "64", "--presets", "dense", "max", "--memory", f"{memory}B"]
         assert main(["estimate", "a_module_of_a_user:model", *options]) == 0
@@ -303,7 +330,7 @@ def test_models_of_libraries(capsys, monkeypatch):
     parsed = {"batch": 2, "length": 16, "shape": None}
     image = 2, 3, 224, 224
     for name, shape in (("timm:resnet18", image), ("hf:gpt2", (2, 16)), ("hf:t5", (2, 16)), ("hf:vit", image)):
-        model, batch = command._load_model(type("Arguments", (), parsed | {"model": name}))
+        model, batch = command.load_model(type("Arguments", (), parsed | {"model": name}))
         inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         assert isinstance(model, nn.Module)
         assert inputs.shape == shape
