@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import statistics
 import sys
 import time
@@ -183,9 +184,12 @@ def measure(table: str, sizes: dict[str, int], head: Record, steps: int, offload
 
     if gradients:
         forward(ids).backward()
-        pairs = zip(gradients, (parameter.grad.float().cpu() for parameter in trained), strict=True)
+        ours = [parameter.grad.float().cpu() for parameter in trained]
+        pairs = list(zip(gradients, ours, strict=True))
         similar = [nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in pairs]
-        found |= {"cosine": round(float(torch.stack(similar).mean()), 4), "least_cosine": round(float(min(similar)), 4)}
+        product = sum((a * b).sum() for a, b in pairs)
+        norms = [sum(each.square().sum() for each in of).sqrt() for of in (gradients, ours)]
+        found |= {"cosine": round(float(product / math.prod(norms)), 4), "least_cosine": round(float(min(similar)), 4)}
         model.zero_grad()
     for _ in range(0 if head["mode"] == "compiled" else WARM_UP):
         step(ids[:, :SHORT])

@@ -151,6 +151,33 @@ def other_fields() -> str:
     return sourced(header, rows, records, "steps")
 
 
+def text(table: str) -> str:
+    """Steps of a language model by method, for each mode and number of tokens."""
+
+    def cells(r: Record, dense: Record | None) -> list[str]:
+        row = [r["method"], *(figure(r, dense, name) for name in ("kept_mib", "peak_mib"))]
+        row.append(figure(r, dense, "step_s", 3))
+        return row + ([f"{r['cosine']:.4f}" if "cosine" in r else "-"] if table == "adapters" else [])
+
+    records = select("text", table=table)
+    title = lambda r: f"{r['batch']} x {r['tokens']:,} tokens, {r['mode']}"  # noqa: E731
+    header = ["method", "kept MiB", "peak MiB", "s a step", *["cosine"] * (table == "adapters")]
+    return sourced(header, by_model(records, title, cells), records, "text")
+
+
+def longest_text() -> str:
+    """The longest sequence that fits, on the line through what the process takes at two lengths."""
+    records = select("text", table="long", mode="eager")
+    rows = []
+    for method in dict.fromkeys(r["method"] for r in records):
+        taken = sorted((r["tokens"], r["reserved_mib"]) for r in records if r["method"] == method)
+        if len(taken) > 1:
+            (n0, m0), (n1, m1) = taken[0], taken[-1]
+            each = (m1 - m0) / (n1 - n0)
+            rows.append([method, *(f"{n1 + (1024 * gib - m1) / each:,.0f}" for gib in (24, 80))])
+    return sourced(["method", "24 GiB", "80 GiB"], rows, records, "text")
+
+
 def graphs(**of: str) -> str:
     """Steps replayed from CUDA graphs."""
     records = select("steps", **of)
@@ -641,6 +668,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "trainer": lambda: steps(select("steps", table="trainer")),
     "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
     "other_fields": other_fields,
+    "long": lambda: text("long"),
+    "longest": longest_text,
+    "adapters": lambda: text("adapters"),
     "graphs": lambda: graphs(table="compiled", mode="reduce-overhead"),
     "replayed": lambda: graphs(table="graphs"),
     "gpus": several_gpus,
