@@ -2,14 +2,13 @@
 
     python examples/fabric.py
 
-As in `plain_loop.py`, which explains the probe. `convert` gets the model before `fabric.setup` wraps it, so that the
+As in `plain_loop.py`, which explains the watch. `convert` gets the model before `fabric.setup` wraps it, so that the
 names of layers are the model's own. Fabric's precision, strategy and devices stay what they are.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,26 +20,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.data import ImageData
 from examples.models import build_model
 from lightning_actprune import convert, revert
-from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.first_forwards import FirstForwards
 
 
 def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[float]:
     """Train `net` with compressed activations and return its losses; afterwards it is the plain model again."""
     report, losses = convert(net, "max"), []
+    watch = FirstForwards(net, report)
     try:
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
         loader = fabric.setup_dataloaders(data.train_dataloader())
         for epoch in range(1, epochs + 1):
             for images, labels in loader:
-                with nullcontext() if losses else RetentionProbe(net, images) as probe:
-                    loss = nn.functional.cross_entropy(model(images), labels)
-                for layer in probe.apply(report) if probe else ():
-                    fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                loss = nn.functional.cross_entropy(model(images), labels)
                 optimizer.zero_grad()
                 fabric.backward(loss)
                 optimizer.step()
                 losses.append(loss.item())
             fabric.print(f"Epoch {epoch} of {epochs}: loss {losses[-1]:.3f}", flush=True)
+        fabric.print(report, watch.memory, sep="\n")
     finally:
         revert(net)
     return losses

@@ -2,15 +2,14 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it, also after an exception. `RetentionProbe` watches the first forward: a
-layer whose input is kept anyway, by the batch or by another layer, would only add a copy, so it becomes dense again.
-`ActivationPruning` does all this in a Trainer.
+`convert` before the loop, `revert` after it, also after an exception. `FirstForwards` watches two forwards: a layer whose
+input is kept anyway, by the batch or by another layer, would only add a copy, so it becomes dense after the first. What
+the model keeps is counted in the second. `ActivationPruning` does all this in a Trainer.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,26 +20,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.data import ImageData
 from lightning_actprune import convert, revert
-from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.first_forwards import FirstForwards
 
 
 def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.device) -> list[float]:
     """Train `model` with compressed activations and return its losses; afterwards it is the plain model again."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # before or after `convert`: parameters stay the same
     report, losses = convert(model, "max"), []
+    watch = FirstForwards(model, report)
     try:
         for epoch in range(1, epochs + 1):
             for images, labels in loader:
                 images, labels = images.to(device), labels.to(device)
-                with nullcontext() if losses else RetentionProbe(model, images) as probe:
-                    loss = nn.functional.cross_entropy(model(images), labels)
-                for layer in probe.apply(report) if probe else ():
-                    print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                loss = nn.functional.cross_entropy(model(images), labels)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
             print(f"Epoch {epoch} of {epochs}: loss {losses[-1]:.3f}", flush=True)
+        print(report, watch.memory, sep="\n")
     finally:
         revert(model)
     return losses

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, sparsity_at
 
 _SAVED = "_saved_tensor_compressions"
+_WATCHES = "_watches"
 _SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
 _FLATTENED = (
     "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ or in "
@@ -127,16 +128,7 @@ def convert(
                 "HINT: use ActivationPruning, or pass a number and set `layer.sparsity = schedule(step / steps)` in "
                 "your loop."
             )
-    owner = new_owner("convert()")
-    report = convert_layers(model, config, owner)
-    try:
-        check_conversion(model, report, config)
-    except ValueError:
-        revert(model, owner)
-        raise
-    if idle := describe_idle(model, report):
-        warnings.warn(idle, stacklevel=2)
-    return report
+    return convert_and_check(model, config, new_owner("convert()"))
 
 
 def revert(model: nn.Module, owner: str | None = None) -> list[str]:
@@ -147,7 +139,7 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
         owner: Only revert the layers that this owner converted; ``None`` for all converted layers. Layers that were
             built compressed stay.
     """
-    _detach_saved(check_model(model), owner)
+    _detach_hooks(check_model(model), owner)
     blocks = _stop_recompute(model, owner)
     return blocks + revert_layers(model, lambda layer: owner in (None, layer.owner))
 
@@ -165,6 +157,19 @@ def revert_layers(model: nn.Module, should_revert: Callable[[CompressedLayer], b
         if type(module) is RoutedMultiheadAttention and not isinstance(module.out_proj, CompressedLinear):
             module.__class__ = dense_class(type(module))  # type: ignore[assignment]
     return names
+
+
+def convert_and_check(model: nn.Module, config: Config, owner: str) -> ConversionReport:
+    """Convert a model as ``convert`` does, with its errors and warnings."""
+    report = convert_layers(model, config, owner)
+    try:
+        check_conversion(model, report, config)
+    except ValueError:
+        revert(model, owner)
+        raise
+    if idle := describe_idle(model, report):
+        warnings.warn(idle, stacklevel=3)
+    return report
 
 
 def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionReport:
@@ -660,7 +665,11 @@ def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | N
 
 
 # === Hooks for saved tensors of other operations ======================================================================
-class _Attached(dict[str, SavedTensorCompression]):
+class _Detachable(Protocol):
+    def detach(self) -> None: ...
+
+
+class _Attached(dict[str, Any]):
     """The attached hooks by owner, an attribute of the model; copies of a model have no hooks."""
 
     def __deepcopy__(self, memo: Any) -> _Attached:
@@ -670,9 +679,15 @@ class _Attached(dict[str, SavedTensorCompression]):
         return dict, ()  # no class of this package
 
 
+def detach_with_revert(model: nn.Module, watch: _Detachable) -> None:
+    """Let ``revert``, called without an owner, detach what watches the forwards of ``model``."""
+    watches = vars(model)[_WATCHES] = _Attached(vars(model).get(_WATCHES, {}))
+    watches[new_owner(type(watch).__name__)] = watch
+
+
 def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     """Attach hooks that compress tensors of other operations, if ``config`` covers them."""
-    _detach_saved(model, owner)
+    _detach_hooks(model, owner)
     keep = config.keep_of_all("saved")
     if keep is None or keep.bits is None:
         return
@@ -697,14 +712,15 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     ).attach()
 
 
-def _detach_saved(model: nn.Module, owner: str | None) -> None:
+def _detach_hooks(model: nn.Module, owner: str | None) -> None:
     """Remove the hooks of ``owner``, or all, from ``model`` and the modules in it."""
     for module in model.modules():
-        attached = module.__dict__.get(_SAVED, {})
-        for name in [name for name in attached if owner in (None, name)]:
-            attached.pop(name).detach()
-        if not attached:
-            module.__dict__.pop(_SAVED, None)
+        for attribute in (_SAVED, _WATCHES):
+            attached = module.__dict__.get(attribute, {})
+            for name in [name for name in attached if owner in (None, name)]:
+                attached.pop(name).detach()
+            if not attached:
+                module.__dict__.pop(attribute, None)
         drop_idle_hooks(module)
 
 

@@ -60,7 +60,7 @@ from torch import nn
 from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recompute, Rule, check_model, matches
-from lightning_actprune.convert import convert_layers, new_owner
+from lightning_actprune.convert import convert_and_check, convert_layers, new_owner
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.operators.registry import ROOT, layers, operator_of, plain_name
 from lightning_actprune.report import MIB, ConversionReport
@@ -220,6 +220,7 @@ class Allocation:
         rules: Its rules, to use with the preset and after the user's rules.
         step: The simulated step.
         dense: The simulated step of the dense model.
+        config: Its configuration, with the preset and the user's rules; ``None`` for the dense model.
         off: Bytes by which a measured step exceeded the simulated one.
     """
 
@@ -227,6 +228,7 @@ class Allocation:
     rules: Rules = field(repr=False)
     step: StepMemory = field(repr=False)
     dense: StepMemory = field(repr=False)
+    config: Config | None = field(default=None, repr=False)
     off: int = 0
 
     @property
@@ -238,6 +240,16 @@ class Allocation:
     def peak_bytes(self) -> int:
         """The predicted peak of a step."""
         return self.step.peak_bytes + self.off
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Convert the model so, in place, as ``lightning_actprune.convert`` does; the report is empty if it is dense.
+
+        Raises:
+            ValueError: As ``convert``.
+        """
+        if self.config is None:
+            return ConversionReport()
+        return convert_and_check(check_model(model), self.config, new_owner("allocate()"))
 
 
 class Allocator:
@@ -289,8 +301,9 @@ class Allocator:
 
     def allocation(self, number: int, off: int = 0) -> Allocation:
         """Return the setting of this number."""
-        rules = self._filter_rules(self._find_path_rules(number))
-        return Allocation(number, rules, self.step(number), self.step(len(self.path) - 1), off)
+        rules, last = self._filter_rules(self._find_path_rules(number)), len(self.path) - 1
+        config = None if number == last else self._config({**self._own, **rules})
+        return Allocation(number, rules, self.step(number), self.step(last), config, off)
 
     def fit(self, budget: float, off: int = 0, cap: float = inf) -> Allocation:
         """Return the last setting that fits, or that of the fewest bytes if it fits into the budget alone.
@@ -400,8 +413,8 @@ def allocate(
 ) -> Allocation:
     """Choose how to keep each block of a model so that the peak of a training step fits into a budget.
 
-    The model does not change, and no GPU is needed. A ViT-B/16 takes some 25 s on two CPU cores. Use the result with
-    ``convert(model, preset, rules={**own_rules, **allocation.rules})``; if it is dense, convert nothing.
+    The model does not change, and no GPU is needed. A ViT-B/16 takes some 25 s on two CPU cores. The method ``convert``
+    of the result converts it.
 
     Args:
         model: The dense model.

@@ -426,7 +426,7 @@ class SavedTensorRecorder:
         """Storages that layers outside ``_layers`` keep quantized; layers in ``_layers`` may read them too."""
         self._running: list[tuple[nn.Module, LayerCall | None]] = []
         self._handles: list[RemovableHandle] = []
-        self._active = False
+        self._active = self._is_inside = False
         self.ran = False
         """Whether a module was called or something was saved."""
         self.hands_on = False
@@ -441,7 +441,9 @@ class SavedTensorRecorder:
         try:
             self._add_parameters((*self._model.parameters(), *self._model.buffers()))
             for module in self._list_modules():
-                self._follow(module)
+                # Torch is going through the hooks of a model that runs already, which must not change meanwhile.
+                if not (self._is_inside and module is self._model):
+                    self._follow(module)
         except BaseException:
             self.close()
             raise
@@ -462,6 +464,18 @@ class SavedTensorRecorder:
         while self._handles:
             self._handles.pop().remove()
         self._running.clear()
+
+    def enter_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """Enter from a hook of the model, which is about to run with these arguments."""
+        self._is_inside = True
+        self.__enter__()
+        self._enter_module(self._model, args, kwargs)
+        return self
+
+    def exit_inside(self, args: Any, output: Any) -> None:
+        """Exit from a hook of the model, which has run."""
+        self._leave_module(self._model, args, output)
+        self.__exit__(None, None, None)
 
     @property
     def runs_compressed(self) -> bool:

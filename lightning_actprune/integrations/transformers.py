@@ -9,23 +9,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lightning_actprune.analysis.first_batch import RetentionProbe
-from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, describe_memory
+from lightning_actprune.analysis.first_forwards import FirstForwards
+from lightning_actprune.analysis.memory import MemoryReport, describe_memory
 from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Config, PresetName, Rule, check_flag
-from lightning_actprune.convert import (
-    check_conversion,
-    convert_layers,
-    describe_idle,
-    new_owner,
-    revert,
-)
+from lightning_actprune.convert import convert_and_check, new_owner, revert
 from lightning_actprune.report import MIB, ConversionReport, describe_conversion
 
 
@@ -82,7 +74,8 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         self._config = Config(preset, sparsity, block_size, rules, offload)
         self._owner = new_owner("ActivationPruningCallback")
         self._compiled = CompiledLayers(self._owner)
-        self._watch: _FirstForwards | None = None
+        self._watch: FirstForwards | None = None
+        self._was_shown = False
         self.verbose = check_flag(verbose, "verbose")
         self.report = ConversionReport()
 
@@ -101,35 +94,28 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Convert the layers."""
         self._end(model)  # of a training that an exception has ended
-        self._watch = None
+        self._watch, self._was_shown = None, False
         if getattr(model, "is_gradient_checkpointing", False):
             warnings.warn(
                 "`gradient_checkpointing` runs each block again and keeps only its inputs, so converted layers save "
                 "next to nothing. HINT: set `gradient_checkpointing=False`, or remove this callback.",
                 stacklevel=2,
             )
-        self.report = convert_layers(model, self._config, self._owner)
-        try:
-            check_conversion(model, self.report, self._config)
-        except ValueError:
-            self._end(model)
-            raise
-        if idle := describe_idle(model, self.report):
-            warnings.warn(idle, stacklevel=2)
+        self.report = convert_and_check(model, self._config, self._owner)
         self._compiled.begin(model)
         self._compiled.mark(model, unmarked_layers=not self.report.skipped)
         self._show(state, describe_conversion(self.report, {}))
         if args.n_gpu <= 1:  # not the replicas of `DataParallel`
-            self._watch = _FirstForwards(model, self.report)
+            self._watch = FirstForwards(model, self.report)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
         """Show what is kept, once."""
         self._compiled.news(model)
-        if self._watch is not None and self._watch.memory is not None and not self._watch.is_shown:
-            self._watch.is_shown = True
-            self._show(state, describe_memory(self._watch.memory))
+        if self.memory is not None and not self._was_shown:
+            self._was_shown = True
+            self._show(state, describe_memory(self.memory))
 
     def on_log(
         self,
@@ -154,47 +140,10 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
 
     def _end(self, model: nn.Module) -> None:
         if self._watch is not None:
-            self._watch.end()
+            self._watch.detach()
         self._compiled.end()
         revert(model, self._owner)
 
     def _show(self, state: TrainerState, text: str) -> None:
         if self.verbose and state.is_world_process_zero:
             print(text)  # noqa: T201 - as Trainer prints its logs
-
-
-class _FirstForwards:
-    """Probes the first training forward of a model, and counts what the second one keeps."""
-
-    def __init__(self, model: nn.Module, report: ConversionReport) -> None:
-        self._model, self._report = model, report
-        self._open: RetentionProbe | SavedTensorMeter | None = None
-        self._probe: RetentionProbe | None = None
-        self.memory: MemoryReport | None = None
-        self.is_shown = False
-        before = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        self._handles: list[RemovableHandle] = [before, model.register_forward_hook(self._after, always_call=True)]
-
-    def end(self) -> None:
-        """Look at no further forward."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return
-        if self._probe is None:
-            self._open = self._probe = RetentionProbe(model, (args, kwargs))
-        else:
-            self._probe.apply(self._report)
-            self._open = SavedTensorMeter(model, (args, kwargs))
-        self._open.__enter__()
-
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._open is None:
-            return
-        self._open.__exit__(None, None, None)
-        if isinstance(self._open, SavedTensorMeter):
-            self.memory = self._open.report()
-            self.end()
-        self._open = None
