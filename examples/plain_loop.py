@@ -2,9 +2,9 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it, also after an exception. `FirstForwards` watches two forwards: a layer whose
-input is kept anyway, by the batch or by another layer, would only add a copy, so it becomes dense after the first. What
-the model keeps is counted in the second. `ActivationPruning` does all this in a Trainer.
+`convert` before the loop, `revert` after it, also after an exception. `FirstForwards` watches two forwards: a layer
+whose input is kept anyway, by the batch or by another layer, would only add a copy, so it becomes dense after the
+first. What the model keeps is counted in the second. `ActivationPruning` does all this in a Trainer.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Recompute, convert
+from lightning_actprune.analysis.first_forwards import FirstForwards
 from lightning_actprune.replay import capture, graph, memory, module
 from lightning_actprune.replay.module import replay_module, stop_replay
 from tests.support.tape import TapeRecorder
@@ -105,6 +106,7 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
     "containers": (parts, None, nested),
     "shared weight": (plain, lambda m, n: n or setattr(m.b, "weight", m.a.weight)),
     "max": (plain, lambda m, n: n or convert(m, "max", rules={"*": "max"})),
+    "watched": (plain, lambda m, n: n or FirstForwards(m, convert(m, "max", rules={"*": "max"}))),
     "recompute": (plain, lambda m, n: n or convert(m, rules={"blocks": Recompute(), "a": None})),
     "sparsity": (plain, lambda m, n: (n or convert(m, rules={"*": "paper"}), setattr(m.a, "sparsity", 0.6 * (n < 6)))),
     "autocast": (whole, None, lambda m, x, n: back(autocast("cpu", torch.bfloat16, n < 8)(m.__call__)(x))),

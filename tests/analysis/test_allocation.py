@@ -127,7 +127,10 @@ def transformer() -> nn.Module:
 
 
 def assert_convert_takes(model: nn.Module, made: Allocator, number: int, own: dict[str, Any]) -> ConversionReport:
-    report = convert(model, "max", rules={**own, **made.allocation(number).rules})
+    allocation = made.allocation(number)
+    report = convert(model, "max", rules={**own, **allocation.rules})
+    revert(model)
+    assert allocation.convert(model) == report
     layer_keeps = [(layer.fqn, layer.keep) for layer in report.layers]
     revert(model)
     expected = convert_layers(model, made.config(number), new_owner("test"))
@@ -310,6 +313,7 @@ def test_what_is_allocated_fits_and_grows_with_the_budget():
     assert numbers == sorted(numbers)
     assert len(set(numbers)) > 4
     assert numbers[-1] == LAST
+    assert result[-1].convert(model) == ConversionReport()
     for _ in range(2):  # and is the same each time
         again = allocate(model, BATCH, 0.65, precision="32-true")
         assert (again.number, again.peak_bytes) == (numbers[3], result[3].peak_bytes)
