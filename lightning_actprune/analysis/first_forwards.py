@@ -30,8 +30,8 @@ class FirstForwards:
     """Make layers dense whose input the first training forward keeps anyway, and count what the second one keeps.
 
     Call it once, after ``convert`` and before the loop. The first forward should be like later ones. Compiled modules
-    inside the model run eagerly in it. Nothing happens in a model that is compiled itself: all its layers stay
-    converted.
+    inside the model run eagerly in it. Nothing happens in a model that is compiled as one graph: all its layers stay
+    converted. If something around it breaks the graph, as accelerate does, it is watched.
 
     Args:
         model: The module that ``convert`` was called on.

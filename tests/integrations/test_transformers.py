@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune import Keep, convert, revert
+from lightning_actprune.analysis.first_forwards import FirstForwards
 from lightning_actprune.operators.base import CompressedLayer
 
 try:
@@ -160,7 +161,7 @@ def test_a_loop_of_accelerate(compiled: bool) -> None:
     def train(preset: Any) -> list[float]:
         model = make_model()
         if preset is not None:
-            convert(model, preset)
+            watches.append(FirstForwards(model, convert(model, preset)))
         accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="aot_eager" if compiled else "no")
         prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         found = []
@@ -172,7 +173,9 @@ def test_a_loop_of_accelerate(compiled: bool) -> None:
             found.append(loss.item())
         return found
 
+    watches: list[FirstForwards] = []
     dense, ours = train(None), train("max")
+    assert compiled or watches[0].memory is not None
     assert ours[0] == pytest.approx(dense[0], rel=1e-6)
     assert ours == pytest.approx(dense, rel=1e-3)
 
