@@ -27,6 +27,8 @@ def operator_name(node: str) -> str:
 
 PRODUCTS = nodes_of(Kind.PRODUCT)
 """Nodes whose gradients are products of the incoming one and the other factor."""
+GROUPED = nodes_of(Kind.GROUPED)
+"""Nodes of products of groups of rows with a matrix each."""
 ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
 VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)

@@ -79,7 +79,7 @@ from lightning_actprune.operators.hooks import (
     in_compiled_region,
     is_recomputation,
 )
-from lightning_actprune.operators.readers import ATTENTION, PRODUCTS, VIEWS_AND_CASTS, is_masked
+from lightning_actprune.operators.readers import ATTENTION, GROUPED, PRODUCTS, VIEWS_AND_CASTS, is_masked
 from lightning_actprune.operators.regions import Hooks, QuantizedRegion, Uncompressed, as_read, layout_of
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
 from lightning_actprune.operators.sites import (
@@ -493,9 +493,11 @@ class SavedTensorCompression:
             return Facts(is_masked=True)
         if is_captured(tensor):
             return Facts(has_outliers=None)
-        alone = is_factor and saving.count == 2 and len(saving.parameters) == 1
-        fewer = alone and tensor.numel() > saving.parameters[0]
-        return Facts(fewer, has_outliers=loses_values(as_read(tensor, stay.layout), stay.layout.block))
+        alone = is_factor and saving.factors == 2 and len(saving.parameters) == 1
+        grouped = stay.site.node in GROUPED
+        fewer = alone and (grouped or tensor.numel() > saving.parameters[0])
+        outliers = loses_values(as_read(tensor, stay.layout), stay.layout.block)
+        return Facts(fewer, is_grouped=grouped, has_outliers=outliers)
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
         """Return whether a tensor stays uncompressed for what it is or where it is saved."""

@@ -157,6 +157,7 @@ class Saving:
         number: Of its node.
         ordinal: See ``Site``; -1 if it saved no activation.
         count: How many tensors it saved.
+        factors: How many of these are no integers, such as the ends of groups.
         parameters: Values of the parameters among them.
         small: Addresses of the storages of the small tensors among them that need a gradient, with their values.
     """
@@ -164,6 +165,7 @@ class Saving:
     number: int
     ordinal: int = -1
     count: int = 0
+    factors: int = 0
     parameters: list[int] = field(default_factory=list)
     small: list[tuple[int, int]] = field(default_factory=list)
 
@@ -262,6 +264,7 @@ class Operations:
             self._saving = Saving(number)
         saving = self._saving
         saving.count += 1
+        saving.factors += tensor.is_floating_point()
         if not self.is_watched or not tensor.requires_grad:
             return saving
         parameters, is_inverse = _parameters_behind(tensor)
