@@ -332,6 +332,7 @@ class Facts(NamedTuple):
     Args:
         is_for_parameter: Whether only the gradient of a parameter needs it.
         is_grouped: Whether that parameter has a matrix for each group of rows.
+        is_weighed: Whether its factor has one value for each row.
         has_step_as_factor: Whether its factor may be a learned step (``is_step``).
         may_stay_dense: Whether it may be the input of a layer that a rule leaves dense.
         is_masked: Whether a mask has set some of its values.
@@ -340,6 +341,7 @@ class Facts(NamedTuple):
 
     is_for_parameter: bool = False
     is_grouped: bool = False
+    is_weighed: bool = False
     has_step_as_factor: bool = False
     may_stay_dense: bool = False
     is_masked: bool = False
@@ -392,14 +394,18 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
         return Storage("bits", by_rule)
     if is_exact(use):
         return Storage("exact", reason=_BIAS if use is Use.BIAS else _NOT_KNOWN)
-    of_parameter = max(policy.parameter, _GROUPED_BITS) if facts.is_grouped and policy.parameter else policy.parameter
+    linear = policy.saved
+    if facts.is_for_parameter and policy.parameter:
+        linear = max(policy.parameter, _GROUPED_BITS) if facts.is_grouped else policy.parameter
+    elif facts.is_weighed and policy.value:
+        linear = policy.value
     bits = {
         Use.QUERY: policy.query,
         Use.WEIGHTS: policy.query,  # fused attention computes them again from the query
         Use.KEY: policy.key,
         Use.VALUE: policy.value,
         Use.ATTENDED: policy.attention_out,
-    }.get(use, of_parameter if facts.is_for_parameter and of_parameter else policy.saved)
+    }.get(use, linear)
     if not bits:
         return Storage("exact", reason=_BY_RULE)
     if use in (Use.LINEAR, Use.BOUNDED):
