@@ -44,7 +44,13 @@ class SlopesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Callable[[Tensor], Tensor], interleaved: bool, block_size: int, bits: int, eager: bool
+        ctx: Any,
+        x: Tensor,
+        gate: Callable[[Tensor], Tensor],
+        interleaved: bool,
+        block_size: int,
+        bits: int,
+        eager: bool,
     ) -> Tensor:
         """Return ``gate(x)``, for ``x [..., 2 L]`` with pairs of values side by side or in two halves."""
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -123,8 +129,6 @@ class CompressedGptOssExperts(CompressedGated):
 def why_gate_is_not_called(layer: Any) -> str | None:
     """Return why the forward of experts does not call their gate, or ``None`` if it does."""
     forward = torch_class(type(layer)).forward
-    if not _is_decorated(forward):
-        return "its forward is not the one that transformers gives to experts"
     if not layer.has_gate:
         return "its experts have no gate"
     name = layer.config._experts_implementation
@@ -141,16 +145,17 @@ def _is_decorated(forward: Any) -> bool:
 
 # === Classes covered ==================================================================================================
 
-FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
+_OTHER_GATES: dict[tuple[str, str], type[CompressedLayer]] = {
     ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"): CompressedGptOssExperts,
 }
 """The mixin for each class with a gate of its own, by module and name."""
 
 
 def find_mixin(cls: type[nn.Module]) -> type[CompressedLayer] | None:
-    """Return the mixin for a class of experts with the usual gate, or ``None`` for any other class."""
+    """Return the mixin for a class of experts whose gate is known, or ``None`` for any other class."""
     forward = vars(cls).get("forward")
     if not _is_decorated(forward):
         return None
-    usual = forward.__globals__.get("_default_apply_gate")
-    return CompressedExperts if getattr(cls, "_apply_gate", None) is usual else None
+    if getattr(cls, "_apply_gate", None) is forward.__globals__.get("_default_apply_gate"):
+        return CompressedExperts
+    return _OTHER_GATES.get((cls.__module__, cls.__qualname__))

@@ -64,6 +64,7 @@ from lightning_actprune.codec.outliers import CHECKED_EVERY, is_captured, is_che
 from lightning_actprune.codec.pack_cache import Retainers, StorageKey
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
+    no_function_modes,
     refusal,
     saved_tensors_hooks_are_enabled,
     top_saved_tensors_hooks,
@@ -389,8 +390,11 @@ class SavedTensorCompression:
             scope.hooks = self._open(scope.outermost)
         scope.running.append(module)
         scope.counts.append(0)
-        tensors = (x for x in args if isinstance(x, Tensor) and x.grad_fn is not None)
-        scope.arguments.append([(x, x._version) for x in tensors] if scope.hooks is not None else [])
+        scope.arguments.append([])
+        if scope.hooks is not None:
+            with no_function_modes():
+                tensors = (x for x in args if isinstance(x, Tensor) and x.grad_fn is not None)
+                scope.arguments[-1] += [(x, x._version) for x in tensors]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._scope.running
@@ -549,8 +553,8 @@ class SavedTensorCompression:
         grouped = stay.site.node in GROUPED
         fewer = alone and (grouped or tensor.numel() > saving.parameters[0])
         outliers = loses_values(as_read(tensor, stay.layout), stay.layout.block)
-        shapes = {tuple(tensor.shape), (*tensor.shape[:-1], 1)}
-        weighed = stay.site.operation == "mul" and len(saving.factors) == 2 and set(map(tuple, saving.factors)) == shapes
+        pair = [tensor.shape, torch.Size((*tensor.shape[:-1], 1))]
+        weighed = stay.site.operation == "mul" and saving.factors in (pair, pair[::-1])
         return Facts(fewer, grouped, weighed, has_outliers=outliers)
 
     def _is_left_alone(self, tensor: Tensor) -> bool:

@@ -274,7 +274,7 @@ class Operations:
         saving = self._saving
         saving.count += 1
         if tensor.is_floating_point():
-            saving.factors.append(tensor.shape)
+            saving.factors.append(torch.Size() if tensor.is_nested else tensor.shape)
         else:
             self.integers.setdefault(number, []).append(tensor)
         if not self.is_watched or not tensor.requires_grad:
