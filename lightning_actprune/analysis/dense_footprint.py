@@ -49,7 +49,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run grouped products of other types than bfloat16, which torch's rule for shapes refuses, as those of it."""
-        dtype = getattr(args[0], "dtype", None) if func is torch.ops.aten._grouped_mm.default else None
+        dtype = getattr(args[0], "dtype", None) if str(func) == "aten._grouped_mm.default" else None
         if dtype in (None, torch.bfloat16):
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self:
