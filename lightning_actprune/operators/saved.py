@@ -515,6 +515,7 @@ class SavedTensorCompression:
             operations.is_checked
             and decision.bits
             and site.use in _JUDGED
+            and site.node not in GROUPED
             and self._policy.bits_by_rule(site.operation) is None
             and not is_captured(stay.tensor)
             and loses_values(as_read(stay.tensor, stay.layout), stay.layout.block)
@@ -552,7 +553,8 @@ class SavedTensorCompression:
         alone = is_factor and len(saving.factors) == 2 and len(saving.parameters) == 1
         grouped = stay.site.node in GROUPED
         fewer = alone and (grouped or tensor.numel() > saving.parameters[0])
-        outliers = loses_values(as_read(tensor, stay.layout), stay.layout.block)
+        # Rows that only gradients of weights need bear outliers, as inputs of linear layers do.
+        outliers = not (grouped and fewer) and loses_values(as_read(tensor, stay.layout), stay.layout.block)
         pair = [tensor.shape, torch.Size((*tensor.shape[:-1], 1))]
         weighed = stay.site.operation == "mul" and saving.factors in (pair, pair[::-1])
         return Facts(fewer, grouped, weighed, has_outliers=outliers)
