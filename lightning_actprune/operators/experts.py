@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,8 @@ class SlopesFunction(torch.autograd.Function):
     def backward(ctx: Any, eager: bool, grad_output: Tensor) -> tuple[Tensor]:
         """Return the gradient of ``x``."""
         (values,) = ctx.saved_tensors
-        rows, length, _, _ = ctx.stored
-        slopes = dequantize(values, *ctx.stored, ctx.dtype).view(rows // 2, 2, length)
+        rows, length, block_size, bits = ctx.stored
+        slopes = dequantize(values, rows, length, block_size, bits, ctx.dtype).view(rows // 2, 2, length)
         grad = slopes.mul_(grad_output.reshape(-1, 1, length))
         return ((grad.transpose(1, 2) if ctx.interleaved else grad).reshape(ctx.shape),)
 
@@ -138,7 +138,7 @@ def why_gate_is_not_called(layer: Any) -> str | None:
     return f"its implementation {name!r} computes the gate itself; `model.set_experts_implementation('grouped_mm')`"
 
 
-def _is_decorated(forward: Any) -> bool:
+def _is_decorated(forward: Any) -> TypeGuard[FunctionType]:
     """Return True for the forward that ``use_experts_implementation`` makes."""
     return isinstance(forward, FunctionType) and forward.__globals__.get("__name__") == _MODULE
 
