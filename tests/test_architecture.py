@@ -120,9 +120,11 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
 ELSEWHERE = {
     ("callbacks.memory", "_batches_that_stepped"),
+    ("operators.experts", "_experts_implementation"),  # of a configuration of transformers
     ("operators.hooks", "_compiler_ctx"),  # of a compiled LightningModule
     ("operators.hooks", "_getframe"),  # Python's
     ("operators.hooks", "_orig_mod"),  # of a compiled module, if there is one
+    ("operators.readers", "_saved_self_sym_sizes"),  # of the node of an index
 }
 """Private names of others that may stand in a module, which has good reasons."""
 

@@ -47,6 +47,15 @@ class FakeMode(FakeTensorMode):  # type: ignore[misc]
         """False: do not prepare devices that are not there."""
         return False
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run grouped products of other types than bfloat16, which torch's rule for shapes refuses, as those of it."""
+        dtype = getattr(args[0], "dtype", None) if str(func) == "aten._grouped_mm.default" else None
+        if dtype in (None, torch.bfloat16):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self:
+            narrow = [x.to(torch.bfloat16) if isinstance(x, Tensor) and x.dtype == dtype else x for x in args]
+            return func(*narrow, **(kwargs or {})).to(dtype)
+
 
 class DenseForward:
     """One forward of the dense class of a converted module, on fake tensors.

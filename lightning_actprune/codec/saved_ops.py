@@ -109,6 +109,7 @@ class Kind(Flag):
     PERMUTE = auto()  # a view with its dimensions in another order
     PRODUCT = auto()  # the gradient of one factor is the incoming one times the other
     GEMM = auto()  # a product of matrices or a convolution that a library computes
+    GROUPED = auto()  # a product of groups of rows with a matrix each, such as those of experts
     QUOTIENT = auto()  # divides by a tensor
     ATTENTION = auto()  # fused attention
     SOFTMAX = auto()
@@ -191,7 +192,8 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     *_rows("mm", "addmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"mm": {1: _U.LINEAR}}),
     *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
     *_with_backward(_U.LINEAR, "convolution", kind=_K.PRODUCT | _K.GEMM, nodes=_CONVOLUTIONS),
-    *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", "_grouped_mm", inputs=_U.LINEAR, kind=_K.PRODUCT),
+    *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", inputs=_U.LINEAR, kind=_K.PRODUCT),
+    SavedOp("_grouped_mm", _U.LINEAR, kind=_K.PRODUCT | _K.GROUPED),
     # x^3 is bounded; the gradient of |x| is x / |x|, of which |x| is exact.
     SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, backward={"pow": {}, "mul": {}}, only=("exponent", (2, 3))),
     SavedOp("linalg_vector_norm", _U.LINEAR, backward={"div": {}}, only=("ord", (2,))),
@@ -286,6 +288,8 @@ def backward_of(kind: Kind) -> frozenset[str]:
 
 # === How a tensor is stored ==========================================================================================
 
+_GROUPED_BITS = 4
+"""Fewest bits of rows that only the gradients of many matrices need, each of which has the errors of few rows."""
 _FEWER_VALUES = 8
 """A step has at least this many times fewer values than the tensor that it multiplies."""
 
@@ -328,6 +332,8 @@ class Facts(NamedTuple):
 
     Args:
         is_for_parameter: Whether only the gradient of a parameter needs it.
+        is_grouped: Whether that parameter has a matrix for each group of rows.
+        is_weighed: Whether its factor has one value for each row.
         has_step_as_factor: Whether its factor may be a learned step (``is_step``).
         may_stay_dense: Whether it may be the input of a layer that a rule leaves dense.
         is_masked: Whether a mask has set some of its values.
@@ -335,6 +341,8 @@ class Facts(NamedTuple):
     """
 
     is_for_parameter: bool = False
+    is_grouped: bool = False
+    is_weighed: bool = False
     has_step_as_factor: bool = False
     may_stay_dense: bool = False
     is_masked: bool = False
@@ -387,13 +395,18 @@ def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Stora
         return Storage("bits", by_rule)
     if is_exact(use):
         return Storage("exact", reason=_BIAS if use is Use.BIAS else _NOT_KNOWN)
+    linear = policy.saved
+    if facts.is_for_parameter and policy.parameter:
+        linear = max(policy.parameter, _GROUPED_BITS) if facts.is_grouped else policy.parameter
+    elif facts.is_weighed and policy.value:
+        linear = policy.value
     bits = {
         Use.QUERY: policy.query,
         Use.WEIGHTS: policy.query,  # fused attention computes them again from the query
         Use.KEY: policy.key,
         Use.VALUE: policy.value,
         Use.ATTENDED: policy.attention_out,
-    }.get(use, policy.parameter if facts.is_for_parameter and policy.parameter else policy.saved)
+    }.get(use, linear)
     if not bits:
         return Storage("exact", reason=_BY_RULE)
     if use in (Use.LINEAR, Use.BOUNDED):

@@ -431,27 +431,17 @@ class CompressedGated(CompressedLayer):
     always_own = True  # the backward of the dense layer would read both the sigmoid and its input
 
 
-class CompressedGatedMLP(CompressedGated):
-    """Mixin of MLPs with an activation function, whose attribute is named by ``replaced``."""
+class CompressedProduct(CompressedGated):
+    """Mixin of modules with an activation function, an attribute that ``replaced`` names, and a product with it."""
 
     always_own = False
     replaced: ClassVar[str]
-    down_proj: nn.Module
 
     @property
     def traced(self) -> Traced:
         """Marked if the function is smooth: the inputs of the product are marked then, not that of the module."""
         known = _is_known(getattr(self, self.replaced))
         return "marked" if known and self._stored()[0].function in SMOOTH else "own"
-
-    def _dense_forward(
-        self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run the dense module with the inputs of its product marked."""
-        if not torch.is_grad_enabled():
-            return super()._dense_forward(dense, state, args, kwargs)
-        (x,) = *args, *kwargs.values()
-        return self.output(self.hidden(x))
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
@@ -460,20 +450,6 @@ class CompressedGatedMLP(CompressedGated):
         if _is_known(function):
             return None
         return f"its activation function, a {type(function).__name__}, is not one that is known"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the dense module, storing factors quantized if a gradient is recorded."""
-        if not (may_compress(x) and _is_known(getattr(self, self.replaced))):
-            return cast(Tensor, super().forward(x))  # type: ignore[misc]
-        return self.output(self.hidden(x))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return the gated product."""
-        raise NotImplementedError
-
-    def output(self, hidden: Tensor) -> Tensor:
-        """Return the output, by default the projection of the product."""
-        return cast(Tensor, self.down_proj(hidden))
 
     def product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u``."""
@@ -512,6 +488,35 @@ class CompressedGatedMLP(CompressedGated):
         compressed = activation_class(type(function))
         assert compressed is not None
         return compressed.describe_stored(function, self.bits), self.block_size, compressed.is_widened(function)
+
+
+class CompressedGatedMLP(CompressedProduct):
+    """Mixin of MLPs whose hidden values are a gated product."""
+
+    down_proj: nn.Module
+
+    def _dense_forward(
+        self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the dense module with the inputs of its product marked."""
+        if not torch.is_grad_enabled():
+            return super()._dense_forward(dense, state, args, kwargs)
+        (x,) = *args, *kwargs.values()
+        return self.output(self.hidden(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the dense module, storing factors quantized if a gradient is recorded."""
+        if not (may_compress(x) and _is_known(getattr(self, self.replaced))):
+            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        return self.output(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return the gated product."""
+        raise NotImplementedError
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """Return the output, by default the projection of the product."""
+        return cast(Tensor, self.down_proj(hidden))
 
 
 class CompressedLlamaMLP(CompressedGatedMLP):

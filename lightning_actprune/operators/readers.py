@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,10 +27,13 @@ def operator_name(node: str) -> str:
 
 PRODUCTS = nodes_of(Kind.PRODUCT)
 """Nodes whose gradients are products of the incoming one and the other factor."""
+GROUPED = nodes_of(Kind.GROUPED)
+"""Nodes of products of groups of rows with a matrix each."""
 ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
 VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)
 """Nodes of operations whose result holds the values of their input."""
+_RESHAPES = nodes_of(Kind.RESHAPE)
 _MASKS = nodes_of(Kind.SETS_VALUES)
 _KEEP_MASKS = nodes_of(Kind.HOLDS_VALUES | Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
@@ -82,3 +85,33 @@ def is_masked(tensor: Tensor) -> bool:
         if node is not None and node.name() in _KEEP_MASKS:
             waiting += [before for before, _ in node.next_functions]
     return False
+
+
+def find_selection(
+    tensor: Tensor, integers: Mapping[int, list[Tensor]]
+) -> tuple[tuple[Any, int], tuple[int, ...], Tensor] | None:
+    """Return which result ``tensor`` was selected from by numbers of rows, its shape, and the numbers.
+
+    ``None`` for any other tensor. A node would unpack what it saved, which hooks around ours would see.
+
+    Args:
+        tensor: A saved tensor.
+        integers: The integers that operations saved, by the numbers of their nodes.
+    """
+    node: Any = tensor.grad_fn
+    if node is None or node.name() != "IndexBackward0":
+        return None
+    shape, numbers = tuple(node._saved_self_sym_sizes), integers.get(node._sequence_nr(), ())
+    if len(numbers) != 1:
+        return None
+    selected = [(*shape[:dim], *numbers[0].shape, *shape[dim + 1 :]) for dim in range(len(shape))]
+    if selected[0] != tuple(tensor.shape) or selected.count(selected[0]) > 1:
+        return None
+    return before_reshapes(*node.next_functions[0]), shape, numbers[0]
+
+
+def before_reshapes(node: Any, place: int) -> tuple[Any, int]:
+    """Return the first result of a chain of views in other shapes, given the last one: its node and its place."""
+    while node is not None and node.name() in _RESHAPES:
+        node, place = node.next_functions[0]
+    return node, place

@@ -168,3 +168,48 @@ class QuantizedRegion:
         """Return the values in the order of their addresses."""
         values = self._values if self.outer is None else self.outer[1](self._values)
         return unpack_region(values, self._layout, self._bits, self._dtype)
+
+
+class Selection(NamedTuple):
+    """Rows ``source[indices]``, which backward can select again.
+
+    Args:
+        source: What they were selected from, ``None`` once it is stored.
+        shape: Its shape.
+        layout: How it is read.
+        version: Its version when they were selected.
+        indices: The numbers of the rows.
+    """
+
+    source: Tensor | None
+    shape: torch.Size
+    layout: Layout
+    version: int
+    indices: Tensor
+
+    def without_source(self) -> Selection:
+        """Return the same without the tensor."""
+        return self._replace(source=None)
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return the rows of the unpacked source."""
+        return values.as_strided(self.shape, self.layout.dense_strides)[self.indices]
+
+
+class SelectedWeight:
+    """Rows or matrices of a parameter, which is there anyway, so that backward can select them again.
+
+    Args:
+        parameter: The parameter.
+        indices: The numbers of the rows.
+        outer: The hooks around ours, ``None`` without any.
+    """
+
+    __slots__ = ("_indices", "_parameter")
+
+    def __init__(self, parameter: Tensor, indices: Tensor, outer: Hooks | None) -> None:
+        self._parameter, self._indices = Uncompressed(parameter, outer), indices
+
+    def unpack(self) -> Tensor:
+        """Return the rows; see ``Uncompressed.unpack``."""
+        return self._parameter.unpack().detach()[self._indices]

@@ -40,6 +40,7 @@ from lightning_actprune.operators import (
     attention,
     channel_norm,
     convolution,
+    experts,
     gated,
     linear,
     norm,
@@ -53,6 +54,7 @@ _FILES: tuple[Any, ...] = (
     convolution,
     activation,
     gated,
+    experts,
     norm,
     channel_norm,
 )
@@ -84,7 +86,8 @@ def find_compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     """Return the class that a layer of exactly this class becomes, or ``None`` if it is not supported."""
     if cls in CLASSES:
         return CLASSES[cls]
-    mixin = FOREIGN.get((cls.__module__, cls.__qualname__)) or _find_mixin_by_code(cls)
+    name = cls.__module__, cls.__qualname__
+    mixin = FOREIGN.get(name) or experts.find_mixin(cls) or _find_mixin_by_code(cls)
     return None if mixin is None else _derive("Compressed", mixin, cls, "keeps what backward needs compressed")
 
 

@@ -41,6 +41,8 @@ all hooks.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import threading
 import warnings
@@ -62,6 +64,7 @@ from lightning_actprune.codec.outliers import CHECKED_EVERY, is_captured, is_che
 from lightning_actprune.codec.pack_cache import Retainers, StorageKey
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
+    no_function_modes,
     refusal,
     saved_tensors_hooks_are_enabled,
     top_saved_tensors_hooks,
@@ -79,10 +82,20 @@ from lightning_actprune.operators.hooks import (
     is_recomputation,
 )
 from lightning_actprune.operators.offload import offload_hooks
-from lightning_actprune.operators.readers import ATTENTION, PRODUCTS, VIEWS_AND_CASTS, is_masked
+from lightning_actprune.operators.readers import (
+    ATTENTION,
+    GROUPED,
+    PRODUCTS,
+    VIEWS_AND_CASTS,
+    before_reshapes,
+    find_selection,
+    is_masked,
+)
 from lightning_actprune.operators.regions import (
     Hooks,
     QuantizedRegion,
+    SelectedWeight,
+    Selection,
     Uncompressed,
     as_read,
     dropped_by_checkpoint,
@@ -211,6 +224,8 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.arguments: list[list[tuple[Tensor, int]]] = []
+        """The arguments of each that have a history, with their versions."""
         self.counts: list[int] = []
         """How many operations saved an activation in each of these calls."""
         self.hooks: OpenHooks | None = None
@@ -376,11 +391,16 @@ class SavedTensorCompression:
             scope.hooks = self._open(scope.outermost)
         scope.running.append(module)
         scope.counts.append(0)
+        scope.arguments.append([])
+        if scope.hooks is not None:
+            with no_function_modes():
+                tensors = (x for x in args if isinstance(x, Tensor) and x.grad_fn is not None)
+                scope.arguments[-1] += [(x, x._version) for x in tensors]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._scope.running
         if running and running[-1] is module:
-            running.pop(), self._scope.counts.pop()
+            running.pop(), self._scope.counts.pop(), self._scope.arguments.pop()
             if output is None and sys.exc_info()[0] is not None:  # it raised
                 explain(sys.exc_info()[1])
                 if not running:
@@ -409,13 +429,16 @@ class SavedTensorCompression:
         scope = self._scope
         scope.running.clear()
         scope.counts.clear()
+        scope.arguments.clear()
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
             hooks.close(finish)
             self.decisions.end(scope.outermost, hooks.operations.has_new_site)
 
     @unseen_by_compilers
-    def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Uncompressed | SavedActivation:
+    def _pack(
+        self, outer: Hooks | None, operations: Operations, tensor: Tensor
+    ) -> Uncompressed | SelectedWeight | SavedActivation:
         # This runs for everything that is saved: checks that most tensors fail come first.
         saving = operations.saves(tensor)
         if type(tensor) is not Tensor or tensor.numel() < self.min_values or tensor.dtype not in KERNEL_DTYPES:
@@ -426,6 +449,11 @@ class SavedTensorCompression:
         layout = layout_of(tensor.shape, tensor.stride(), self._block_size) if is_activation else None
         if layout is None:
             return self._retain(tensor, outer)
+        selected = find_selection(tensor, operations.integers)
+        parameter = None if selected is None else getattr(selected[0][0], "variable", None)
+        if selected is not None and isinstance(parameter, nn.Parameter) and parameter.shape == selected[1]:
+            operations.look_behind(tensor, len(self._scope.running), None)
+            return SelectedWeight(parameter, selected[2], outer)
         scope, is_result, stay = self._scope, is_own_result(tensor), None
         if not is_result or cast(Any, tensor.grad_fn).name() in ATTENTION:
             if saving.ordinal < 0:
@@ -437,14 +465,31 @@ class SavedTensorCompression:
                 module = scope.running[-1]
                 fqn = self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name
                 place, depth = saving.count - 1, len(scope.running)
-                stay = SavedActivation(tensor, layout, saving, place, is_result, fqn, depth, outer)
+                selection = None if selected is None else self._find_source(tensor, *selected)
+                stay = SavedActivation(tensor, layout, saving, place, is_result, fqn, depth, outer, selection)
         operations.look_behind(tensor, len(scope.running), stay)
         return self._retain(tensor, outer) if stay is None else stay
+
+    def _find_source(
+        self, tensor: Tensor, origin: tuple[Any, int], shape: tuple[int, ...], indices: Tensor
+    ) -> Selection | None:
+        """Return where the rows of a tensor were selected, if from an argument of a module, and as many or more."""
+        if math.prod(shape) > tensor.numel():
+            return None
+        for argument, version in itertools.chain(*reversed(self._scope.arguments)):
+            is_origin = before_reshapes(argument.grad_fn, argument.output_nr) == origin
+            if is_origin and argument.numel() == math.prod(shape) and argument.is_contiguous():
+                source = argument.detach().view(shape)
+                layout = layout_of(source.shape, source.stride(), self._block_size)
+                return None if layout is None else Selection(source, source.shape, layout, version, indices)
+        return None
 
     def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:
         """Store a tensor at a site; the decision is ``None`` for a new one."""
         decision, tensor = self._decide(stay, decision, operations), stay.tensor
         address = tensor.untyped_storage()._cdata
+        if stay.selection is not None and not self._can_select_again(stay.selection):
+            stay.selection = None
         if decision.bits and tensor._version == stay.version and address not in self._uncompressed:
             stay.store(self._quantized(stay, decision.bits))
             return
@@ -454,6 +499,11 @@ class SavedTensorCompression:
             row.count += 1
             row.nbytes += tensor.nbytes
         stay.store(self._retain(tensor, stay.outer, stay.version))
+
+    def _can_select_again(self, selection: Selection) -> bool:
+        """Return whether the source of a selection is as it was, and is not stored uncompressed anyway."""
+        source = cast(Tensor, selection.source)
+        return source._version == selection.version and source.untyped_storage()._cdata not in self._uncompressed
 
     def _decide(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> Decision:
         """Return the decision for the site of a tensor, which changes if outliers came since."""
@@ -467,6 +517,7 @@ class SavedTensorCompression:
             operations.is_checked
             and decision.bits
             and site.use in _JUDGED
+            and site.node not in GROUPED
             and self._policy.bits_by_rule(site.operation) is None
             and not is_captured(stay.tensor)
             and loses_values(as_read(stay.tensor, stay.layout), stay.layout.block)
@@ -501,9 +552,14 @@ class SavedTensorCompression:
             return Facts(is_masked=True)
         if is_captured(tensor):
             return Facts(has_outliers=None)
-        alone = is_factor and saving.count == 2 and len(saving.parameters) == 1
-        fewer = alone and tensor.numel() > saving.parameters[0]
-        return Facts(fewer, has_outliers=loses_values(as_read(tensor, stay.layout), stay.layout.block))
+        alone = is_factor and len(saving.factors) == 2 and len(saving.parameters) == 1
+        grouped = stay.site.node in GROUPED
+        fewer = alone and (grouped or tensor.numel() > saving.parameters[0])
+        # Rows that only gradients of weights need bear outliers, as inputs of linear layers do.
+        outliers = not (grouped and fewer) and loses_values(as_read(tensor, stay.layout), stay.layout.block)
+        pair = [tensor.shape, torch.Size((*tensor.shape[:-1], 1))]
+        weighed = stay.site.operation == "mul" and saving.factors in (pair, pair[::-1])
+        return Facts(fewer, grouped, weighed, has_outliers=outliers)
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
         """Return whether a tensor stays uncompressed for what it is or where it is saved."""
@@ -525,9 +581,11 @@ class SavedTensorCompression:
 
     def _quantized(self, stay: SavedActivation, bits: int) -> QuantizedRegion:
         """Return the region of a tensor in at least ``bits`` bits: as another reader has it, or packed now."""
-        tensor, outer = stay.tensor, stay.outer
-        storage, region = tensor.untyped_storage(), (tensor.storage_offset(), stay.layout.region, tensor.dtype)
-        name = *region, stay.version, *stay.stream
+        tensor, layout, version, outer = stay.tensor, stay.layout, stay.version, stay.outer
+        if stay.selection is not None:
+            tensor, layout, version = cast(Tensor, stay.selection.source), stay.selection.layout, stay.selection.version
+        storage, region = tensor.untyped_storage(), (tensor.storage_offset(), layout.region, tensor.dtype)
+        name = *region, version, *stay.stream
         for other in BITS if storage._cdata in self._packed else ():
             known: QuantizedRegion | None = self._packed.find(storage._cdata, (*name, other))
             if known is None or not known.goes_to(outer):
@@ -539,7 +597,7 @@ class SavedTensorCompression:
                 self.decisions.sites[site] = Decision(bits)
         packing.original = tensor
         try:
-            packed = QuantizedRegion(tensor, stay.layout, bits, outer)
+            packed = QuantizedRegion(tensor, layout, bits, outer)
         finally:
             packing.original = None
         self._first_readers[packed] = stay.site
@@ -547,12 +605,12 @@ class SavedTensorCompression:
         key = stay.fqn, stay.shape, tensor.dtype
         row = self._rows.setdefault(key, CompressedRow(stay.fqn, tuple(stay.shape), tensor.dtype))
         row.count += 1
-        row.dense_bytes += tensor.nbytes
+        row.dense_bytes += stay.tensor.nbytes
         row.stored_bytes += packed.nbytes
         return packed
 
 
 @unseen_by_compilers
-def unpack_saved(saved: Uncompressed | SavedActivation) -> Tensor:
+def unpack_saved(saved: Uncompressed | SelectedWeight | SavedActivation) -> Tensor:
     """Return a saved tensor: the unpack hook of every scope."""
     return saved.unpack()

@@ -29,7 +29,7 @@ from lightning_actprune.codec.private import get_sequence_nr, no_function_modes
 from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
-from lightning_actprune.operators.regions import Hooks, Layout, QuantizedRegion, Uncompressed
+from lightning_actprune.operators.regions import Hooks, Layout, QuantizedRegion, Selection, Uncompressed
 
 MOST_SHARED = 2**16
 """Operations that share a tensor are noted if it has fewer values."""
@@ -157,6 +157,7 @@ class Saving:
         number: Of its node.
         ordinal: See ``Site``; -1 if it saved no activation.
         count: How many tensors it saved.
+        factors: Shapes of those that are no integers, such as the ends of groups.
         parameters: Values of the parameters among them.
         small: Addresses of the storages of the small tensors among them that need a gradient, with their values.
     """
@@ -164,6 +165,7 @@ class Saving:
     number: int
     ordinal: int = -1
     count: int = 0
+    factors: list[torch.Size] = field(default_factory=list)
     parameters: list[int] = field(default_factory=list)
     small: list[tuple[int, int]] = field(default_factory=list)
 
@@ -181,6 +183,7 @@ class SavedActivation:
         fqn: Name of the module that ran.
         depth: How many modules run, of those whose outputs may lead to the operation.
         outer: The hooks around.
+        selection: Where its rows were selected, if they are to be selected again.
     """
 
     tensor: Tensor
@@ -191,6 +194,7 @@ class SavedActivation:
     fqn: str
     depth: int
     outer: Hooks | None
+    selection: Selection | None = None
     version: int = field(init=False)
     stream: tuple[int, bool] = field(init=False)
     """The stream on which it was saved, and whether that was recorded."""
@@ -211,8 +215,10 @@ class SavedActivation:
         return Site(self.fqn, self.saving.ordinal, name, use, self.place, source, tensor.dim(), tensor.element_size())
 
     def store(self, stored: QuantizedRegion | Uncompressed) -> None:
-        """Let go of the tensor."""
+        """Let go of the tensor, and of what it was selected from."""
         self.stored = stored
+        if self.selection is not None:
+            self.selection = self.selection.without_source()
         # What the graph holds has the hooks, and so what waits: the tensor would keep its own graph.
         del self.tensor
 
@@ -225,8 +231,11 @@ class SavedActivation:
         if self.stored is None:
             self.leave()
         values = cast(QuantizedRegion | Uncompressed, self.stored).unpack()
-        is_exact = isinstance(self.stored, Uncompressed)
-        return values if is_exact else values.as_strided(self.shape, self.layout.dense_strides)
+        if isinstance(self.stored, Uncompressed):
+            return values
+        if self.selection is not None:
+            return self.selection.select(values)
+        return values.as_strided(self.shape, self.layout.dense_strides)
 
 
 class Operations:
@@ -249,6 +258,8 @@ class Operations:
         self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
+        self.integers: dict[int, list[Tensor]] = {}
+        """What operations saved that is no floating point, by the numbers of their nodes."""
         self._waiting: list[SavedActivation] = []
         self._names: dict[int, str] = {}
         """Names of the nodes that were looked at, by their numbers."""
@@ -262,6 +273,10 @@ class Operations:
             self._saving = Saving(number)
         saving = self._saving
         saving.count += 1
+        if tensor.is_floating_point():
+            saving.factors.append(torch.Size() if tensor.is_nested else tensor.shape)
+        else:
+            self.integers.setdefault(number, []).append(tensor)
         if not self.is_watched or not tensor.requires_grad:
             return saving
         parameters, is_inverse = _parameters_behind(tensor)
