@@ -31,13 +31,21 @@ from lightning_actprune.report import GIB
 _LEAST_COMPRESSED_FIRST = DENSE, "balanced", "max", "recompute"
 _CALLBACK = 'callbacks=[ActivationPruning("{}")]'
 _TASKS = {
-    "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "Seq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
-    "ImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "VideoClassification": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING",
+    "CausalLM": "CAUSAL_LM",
+    "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
+    "MaskedLM": "MASKED_LM",
+    "SequenceClassification": "SEQUENCE_CLASSIFICATION",
+    "TokenClassification": "TOKEN_CLASSIFICATION",
+    "QuestionAnswering": "QUESTION_ANSWERING",
+    "ImageClassification": "IMAGE_CLASSIFICATION",
+    "VideoClassification": "VIDEO_CLASSIFICATION",
+    "SemanticSegmentation": "SEMANTIC_SEGMENTATION",
+    "AudioClassification": "AUDIO_CLASSIFICATION",
+    "SpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
 }
-"""Endings of transformers' ``AutoModelFor`` classes, with the mappings of what they cover."""
+"""Endings of transformers' ``AutoModelFor`` classes, with the middles of the names of what they cover."""
+_SOUND = 160_000
+"""Values of a sound: ten seconds of 16 kHz."""
 
 
 def show_estimate(args: argparse.Namespace) -> int:
@@ -166,25 +174,44 @@ def _load_hugging_face(name: str, args: argparse.Namespace) -> tuple[nn.Module, 
     task = _find_task(config)
     if task is None:
         raise ValueError(
-            f"hf:{name} is of type {config.model_type!r}, for which transformers has no language model and no "
-            "classifier of images or videos. HINT: give a callable that returns (model, batch), as MODULE:ATTRIBUTE."
+            f"hf:{name} is of type {config.model_type!r}, which transformers trains for none of {', '.join(_TASKS)}. "
+            "HINT: give a callable that returns (model, batch), as MODULE:ATTRIBUTE."
         )
-    size = getattr(config, "image_size", None) or 224
-    image = getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)
-    shape = {"ImageClassification": image, "VideoClassification": (getattr(config, "num_frames", 16), *image)}.get(task)
+    config.layerdrop, config.apply_spec_augment = 0.0, False  # which layers run, and what is masked, is drawn
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # without one, classifiers of text take one sample
     with torch.device("meta"):
         model: nn.Module = getattr(transformers, f"AutoModelFor{task}").from_config(config)
-        if shape is None:
-            tokens = torch.empty(args.batch, args.length, dtype=torch.int64)
-            decoded = {"decoder_input_ids": tokens} if task == "Seq2SeqLM" else {}
-            return model, {"input_ids": tokens, **decoded, "labels": tokens}
-        labels = torch.empty(args.batch, dtype=torch.int64)
-        return model, {"pixel_values": torch.empty(args.batch, *(args.shape or shape)), "labels": labels}
+        return model, _make_batch(cast(Any, model).main_input_name, config, task, args)
+
+
+def _make_batch(name: str, config: Any, task: str, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Return a batch of transformers: the input of this name, and what its task compares with."""
+    tokens, samples = (torch.empty(size, dtype=torch.int64) for size in ((args.batch, args.length), args.batch))
+    size = getattr(config, "image_size", None) or 224
+    sizes = [size] * 2 if isinstance(size, int) else [*size]
+    frames = [getattr(config, "num_frames", 16)] if task == "VideoClassification" else []
+    bins = getattr(config, "num_mel_bins", None)  # of a spectrogram
+    shapes = {
+        "pixel_values": [*frames, getattr(config, "num_channels", 3), *sizes],
+        "input_values": [config.max_length, bins] if bins else [_SOUND],
+        "input_features": [bins or 80, 2 * getattr(config, "max_source_positions", 1500)],
+    }
+    inputs = torch.empty(args.batch, *(args.shape or shapes[name])) if name in shapes else tokens
+    if task in ("Seq2SeqLM", "SpeechSeq2Seq"):
+        length = min(args.length, getattr(config, "max_target_positions", args.length))
+        return {name: inputs, "decoder_input_ids": tokens[:, :length], "labels": tokens[:, :length]}
+    if task == "QuestionAnswering":
+        return {name: inputs, "start_positions": samples, "end_positions": samples}
+    if task == "SemanticSegmentation":
+        return {name: inputs, "labels": torch.empty(args.batch, *inputs.shape[2:], dtype=torch.int64)}
+    return {name: inputs, "labels": samples if task.endswith("Classification") and task[:5] != "Token" else tokens}
 
 
 def _find_task(config: Any) -> str | None:
     """Return for what a model of transformers with this configuration is trained, else the first task it can be."""
-    found = {task: getattr(_import("transformers"), name).get(type(config), None) for task, name in _TASKS.items()}
+    mappings = {task: getattr(_import("transformers"), f"MODEL_FOR_{name}_MAPPING") for task, name in _TASKS.items()}
+    found = {task: mapping.get(type(config), None) for task, mapping in mappings.items()}
     for task, classes in found.items():
         names = {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,)) if each}
         if names & set(config.architectures or ()):

@@ -329,13 +329,21 @@ def test_models_of_libraries(capsys, monkeypatch):
         assert said in capsys.readouterr().err
     parsed = {"batch": 2, "length": 16, "shape": None}
     image = 2, 3, 224, 224
-    for name, shape in (("timm:resnet18", image), ("hf:gpt2", (2, 16)), ("hf:t5", (2, 16)), ("hf:vit", image)):
+    for name, shape in (
+        ("timm:resnet18", image),
+        ("hf:gpt2", (2, 16)),
+        ("hf:t5", (2, 16)),
+        ("hf:vit", image),
+        ("hf:segformer", image),
+        ("hf:whisper", (2, 80, 3000)),
+        ("hf:wav2vec2", (2, 160000)),
+    ):
         model, batch = command.load_model(type("Arguments", (), parsed | {"model": name}))
         inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
         assert isinstance(model, nn.Module)
         assert inputs.shape == shape
-    config = transformers.BertConfig(architectures=["BertForMaskedLM"])  # the first for this type is a causal one
-    assert command._find_task(config) == "MaskedLM"
+    for task in ("MaskedLM", "QuestionAnswering", "TokenClassification"):  # the first for this type is a causal one
+        assert command._find_task(transformers.BertConfig(architectures=[f"BertFor{task}"])) == task
 
 
 # Beside records of a GPU.

@@ -114,7 +114,8 @@ def test_graphs_that_live_together_or_are_dropped(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.integration
 @pytest.mark.parametrize("preset", ["max", "recompute"])
-def test_compiled_code_moves_what_it_packs(preset: PresetName) -> None:
+def test_compiled_code_moves_what_it_packs(preset: PresetName, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "ON_THE_WAY", 2**20)
     kept, found = [], []
     x = torch.randn(2**15, WIDTH, device="cuda")
     for is_moved in (False, True):
