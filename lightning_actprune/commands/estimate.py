@@ -31,6 +31,7 @@ from lightning_actprune.report import GIB
 _LEAST_COMPRESSED_FIRST = DENSE, "balanced", "max", "recompute"
 _CALLBACK = 'callbacks=[ActivationPruning("{}")]'
 _TASKS = {
+    "SpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
     "CausalLM": "CAUSAL_LM",
     "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
     "MaskedLM": "MASKED_LM",
@@ -41,7 +42,6 @@ _TASKS = {
     "VideoClassification": "VIDEO_CLASSIFICATION",
     "SemanticSegmentation": "SEMANTIC_SEGMENTATION",
     "AudioClassification": "AUDIO_CLASSIFICATION",
-    "SpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
 }
 """Endings of transformers' ``AutoModelFor`` classes, with the middles of the names of what they cover."""
 _SOUND = 160_000
@@ -194,7 +194,7 @@ def _make_batch(name: str, config: Any, task: str, args: argparse.Namespace) -> 
     bins = getattr(config, "num_mel_bins", None)  # of a spectrogram
     shapes = {
         "pixel_values": [*frames, getattr(config, "num_channels", 3), *sizes],
-        "input_values": [config.max_length, bins] if bins else [_SOUND],
+        "input_values": [getattr(config, "max_length", 1024), bins] if bins else [_SOUND],
         "input_features": [bins or 80, 2 * getattr(config, "max_source_positions", 1500)],
     }
     inputs = torch.empty(args.batch, *(args.shape or shapes[name])) if name in shapes else tokens

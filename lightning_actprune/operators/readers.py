@@ -88,7 +88,7 @@ def is_masked(tensor: Tensor) -> bool:
 
 
 def find_selection(
-    tensor: Tensor, integers: Mapping[int, list[Tensor]]
+    tensor: Tensor, indices: Mapping[int, list[Tensor]]
 ) -> tuple[tuple[Any, int], tuple[int, ...], Tensor] | None:
     """Return which result ``tensor`` was selected from by numbers of rows, its shape, and the numbers.
 
@@ -96,18 +96,19 @@ def find_selection(
 
     Args:
         tensor: A saved tensor.
-        integers: The integers that operations saved, by the numbers of their nodes.
+        indices: What operations saved that may be numbers of rows, by the numbers of their nodes.
     """
     node: Any = tensor.grad_fn
     if node is None or node.name() != "IndexBackward0":
         return None
-    shape, numbers = tuple(node._saved_self_sym_sizes), integers.get(node._sequence_nr(), ())
-    if len(numbers) != 1:
+    shape, found = tuple(node._saved_self_sym_sizes), indices.get(node._sequence_nr(), ())
+    if len(found) != 1:
         return None
-    selected = [(*shape[:dim], *numbers[0].shape, *shape[dim + 1 :]) for dim in range(len(shape))]
+    (numbers,) = found
+    selected = [(*shape[:dim], *numbers.shape, *shape[dim + 1 :]) for dim in range(len(shape))]
     if selected[0] != tuple(tensor.shape) or selected.count(selected[0]) > 1:
         return None
-    return before_reshapes(*node.next_functions[0]), shape, numbers[0]
+    return before_reshapes(*node.next_functions[0]), shape, numbers
 
 
 def before_reshapes(node: Any, place: int) -> tuple[Any, int]:

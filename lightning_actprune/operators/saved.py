@@ -46,12 +46,12 @@ import math
 import sys
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ from typing_extensions import Self
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
 from lightning_actprune.codec.outliers import CHECKED_EVERY, is_captured, is_check_due, loses_values
-from lightning_actprune.codec.pack_cache import Retainers, StorageKey
+from lightning_actprune.codec.pack_cache import Retainers, StorageKey, live
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
     no_function_modes,
@@ -217,6 +217,7 @@ class OpenHooks:
         close_hooks(self)
         self._context.__exit__(None, None, None)
         finish(self.operations)
+        self.operations.indices.clear()  # backward frees them
 
 
 class _Scope(threading.local):
@@ -224,7 +225,7 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
-        self.arguments: list[list[tuple[Tensor, int]]] = []
+        self.arguments: list[list[tuple[weakref.ref[Tensor], int]]] = []
         """The arguments of each that have a history, with their versions."""
         self.counts: list[int] = []
         """How many operations saved an activation in each of these calls."""
@@ -316,7 +317,7 @@ class SavedTensorCompression:
         self._handles: list[RemovableHandle] = []
         self._scope = _Scope()
         self._packed = Retainers()
-        self._first_readers: WeakKeyDictionary[QuantizedRegion, Site] = WeakKeyDictionary()
+        self._first_readers: weakref.WeakKeyDictionary[QuantizedRegion, Site] = weakref.WeakKeyDictionary()
         self._uncompressed = Retainers()
         self.paused = False
         """Whether forwards save the same as without the hooks."""
@@ -395,7 +396,7 @@ class SavedTensorCompression:
         if scope.hooks is not None:
             with no_function_modes():
                 tensors = (x for x in args if isinstance(x, Tensor) and x.grad_fn is not None)
-                scope.arguments[-1] += [(x, x._version) for x in tensors]
+                scope.arguments[-1] += [(weakref.ref(x), x._version) for x in tensors]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._scope.running
@@ -449,7 +450,7 @@ class SavedTensorCompression:
         layout = layout_of(tensor.shape, tensor.stride(), self._block_size) if is_activation else None
         if layout is None:
             return self._retain(tensor, outer)
-        selected = find_selection(tensor, operations.integers)
+        selected = find_selection(tensor, operations.indices)
         parameter = None if selected is None else getattr(selected[0][0], "variable", None)
         if selected is not None and isinstance(parameter, nn.Parameter) and parameter.shape == selected[1]:
             operations.look_behind(tensor, len(self._scope.running), None)
@@ -476,9 +477,11 @@ class SavedTensorCompression:
         """Return where the rows of a tensor were selected, if from an argument of a module, and as many or more."""
         if math.prod(shape) > tensor.numel():
             return None
-        for argument, version in itertools.chain(*reversed(self._scope.arguments)):
-            is_origin = before_reshapes(argument.grad_fn, argument.output_nr) == origin
-            if is_origin and argument.numel() == math.prod(shape) and argument.is_contiguous():
+        for reference, version in itertools.chain(*reversed(self._scope.arguments)):
+            argument = live(reference)
+            if argument is None or before_reshapes(argument.grad_fn, argument.output_nr) != origin:
+                continue
+            if argument.numel() == math.prod(shape) and argument.is_contiguous():
                 source = argument.detach().view(shape)
                 layout = layout_of(source.shape, source.stride(), self._block_size)
                 return None if layout is None else Selection(source, source.shape, layout, version, indices)
