@@ -481,7 +481,8 @@ class SavedTensorCompression:
             if is_origin and argument.numel() == math.prod(shape) and argument.is_contiguous():
                 source = argument.detach().view(shape)
                 layout = layout_of(source.shape, source.stride(), self._block_size)
-                return None if layout is None else Selection(source, source.shape, layout, version, indices)
+                numbers = Uncompressed(indices, None)
+                return None if layout is None else Selection(source, source.shape, layout, version, numbers)
         return None
 
     def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:

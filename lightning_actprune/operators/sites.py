@@ -258,8 +258,8 @@ class Operations:
         self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
-        self.integers: dict[int, list[Tensor]] = {}
-        """What operations saved that is no floating point, by the numbers of their nodes."""
+        self.integers: dict[int, list[tuple[Tensor, int]]] = {}
+        """What operations saved that is no floating point, with versions, by the numbers of their nodes."""
         self._waiting: list[SavedActivation] = []
         self._names: dict[int, str] = {}
         """Names of the nodes that were looked at, by their numbers."""
@@ -276,7 +276,7 @@ class Operations:
         if tensor.is_floating_point():
             saving.factors.append(torch.Size() if tensor.is_nested else tensor.shape)
         else:
-            self.integers.setdefault(number, []).append(tensor)
+            self.integers.setdefault(number, []).append((tensor, tensor._version))
         if not self.is_watched or not tensor.requires_grad:
             return saving
         parameters, is_inverse = _parameters_behind(tensor)
