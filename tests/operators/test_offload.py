@@ -109,6 +109,15 @@ def test_gradients_and_copies_where_a_cpu_stands_for_the_device(kind: str, moves
     assert not moves_on_a_cpu._copies
 
 
+def test_inputs_in_16_bits_are_moved_too(moves_on_a_cpu: host_copy._Line) -> None:
+    model = build("cpu").bfloat16()
+    convert(model, rules=rules_for("16", True))
+    for _ in range(2):  # one run of each block is compared
+        y = model(torch.randn(64, WIDTH, dtype=torch.bfloat16))
+    assert len(moves_on_a_cpu._copies) == BLOCKS - 1  # the first one's needs no gradient
+    y.sum().backward()
+
+
 def test_tickets_keep_copies_as_long_as_they_live(moves_on_a_cpu: host_copy._Line) -> None:
     values = torch.randint(256, (64, 32), dtype=torch.uint8)
     before = host_copy.share_copy(values)  # of a layer that is not compiled
