@@ -36,6 +36,8 @@ MOST_SHARED = 2**16
 _QUOTIENT = -1
 """Stands for the number of the operation that inverted a parameter."""
 _QUOTIENTS = nodes_of(Kind.QUOTIENT)
+_NUMBERS = torch.int64, torch.int32
+"""Types of numbers of rows. Masks are not held, since hooks around ours may move them."""
 PATIENCE = 16
 """Forwards without a new site after which no new ones are expected: some operations run in few forwards."""
 MAX_STEPS = 8
@@ -259,7 +261,7 @@ class Operations:
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
         self.integers: dict[int, list[tuple[Tensor, int]]] = {}
-        """What operations saved that is no floating point, with versions, by the numbers of their nodes."""
+        """Integers that operations saved, such as numbers of rows, with versions, by the numbers of their nodes."""
         self._waiting: list[SavedActivation] = []
         self._names: dict[int, str] = {}
         """Names of the nodes that were looked at, by their numbers."""
@@ -275,7 +277,7 @@ class Operations:
         saving.count += 1
         if tensor.is_floating_point():
             saving.factors.append(torch.Size() if tensor.is_nested else tensor.shape)
-        else:
+        elif tensor.dtype in _NUMBERS:
             self.integers.setdefault(number, []).append((tensor, tensor._version))
         if not self.is_watched or not tensor.requires_grad:
             return saving

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.codec.pack_cache import StorageKey
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.regions import layout_of
@@ -384,6 +385,20 @@ def test_hooks_around_get_packed_values_once_and_all_else_as_it_is():
             torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
         assert packed(saving) == 2
     assert sorted(sizes) == [256, 256, STORED, DENSE]
+
+
+def test_masks_that_hooks_around_move_are_not_held():
+    class Masks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x > 0
+            y, storage = x.masked_fill(mask, 0.0), StorageKey(mask.untyped_storage())
+            del mask
+            assert storage.expired()
+            return y * y
+
+    model, moves = Masks(), torch.autograd.graph.saved_tensors_hooks(torch.zeros_like, lambda moved: moved)
+    with moves, SavedTensorCompression(model, min_values=64):
+        model(torch.randn(64, 64, requires_grad=True) * 1.0)
 
 
 def test_under_autocast_the_copies_that_layers_keep_are_packed_and_those_of_weights_are_not():
