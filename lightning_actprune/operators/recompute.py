@@ -313,11 +313,11 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
         return None, x
     if (keep.bits is None and not keep.offload) or first.is_mask(number, x):
         return None, x
-    is_exact = keep.bits is None or (keep.bits == HALF and x.dtype != torch.float32)
-    if first.is_compared or (is_exact and keep.offload):
+    has_16_bits = keep.bits == HALF and x.dtype != torch.float32
+    if first.is_compared or keep.bits is None or (has_16_bits and keep.offload):
         # A copy, since the module may write to `x` while that goes to the host.
         return _StoredFormat(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
-    if is_exact:
+    if has_16_bits:
         return None, x
     if keep.bits == HALF:
         return _StoredFormat(x.dtype, tuple(x.shape), None, HALF), x.detach().to(torch.bfloat16)
