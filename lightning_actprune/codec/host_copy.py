@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from weakref import WeakValueDictionary
 
 import torch
@@ -91,6 +92,28 @@ class HostCopy:
         return tensor
 
 
+class _OnTheWay(deque[tuple[int, int]]):
+    """Numbers of tensors on their way, with their bytes, in order."""
+
+    nbytes = 0
+
+    def add(self, number: int, nbytes: int) -> None:
+        """Add a tensor."""
+        self.append((number, nbytes))
+        self.nbytes += nbytes
+
+    def pop_first(self) -> int:
+        """Remove the first tensor, and return its number."""
+        number, nbytes = self.popleft()
+        self.nbytes -= nbytes
+        return number
+
+    def clear(self) -> None:
+        """Remove all."""
+        super().clear()
+        self.nbytes = 0
+
+
 class _Line:
     """The copies between a device and the host, in order, on a stream of their own."""
 
@@ -100,7 +123,7 @@ class _Line:
         self._stream = torch.cuda.Stream(device)
         self._count = 0
         self._copies: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()
-        self._leaving: list[int] = []
+        self._leaving, self._coming = _OnTheWay(), _OnTheWay()
 
     def share(self, tensor: Tensor) -> HostCopy:
         """Return the copy of a tensor, which several layers may save."""
@@ -134,20 +157,26 @@ class _Line:
 
     def leaves(self, copy: HostCopy) -> int:
         """Free the tensors that left before ``copy``, but for the last ones; return the number of ``copy``."""
+        while self._leaving.nbytes > ON_THE_WAY:
+            before = self._copies.get(self._leaving.pop_first())
+            if before is not None:
+                before.free()
         self._count += 1
         self._copies[self._count] = copy
-        leaving = [(number, each) for number in self._leaving if (each := self._copies.get(number)) is not None]
-        while sum(each.nbytes for _, each in leaving) > ON_THE_WAY:
-            leaving.pop(0)[1].free()
-        self._leaving = [*(number for number, _ in leaving), self._count]
+        self._leaving.add(self._count, copy.nbytes)
         return self._count
 
     def arrives(self, number: int) -> None:
         """Start the copies back of the tensors that were stored before the one of ``number``."""
-        self._leaving = []  # backward has begun
-        nbytes = 0
-        while nbytes <= ON_THE_WAY and (before := self._copies.get(number := number - 1)) is not None:
-            nbytes += before.come()
+        self._leaving.clear()  # backward has begun
+        coming = self._coming
+        while coming and coming[0][0] >= number:
+            coming.pop_first()
+        if coming and coming[0][0] != number - 1:  # another graph
+            coming.clear()
+        first = coming[-1][0] if coming else number
+        while coming.nbytes <= ON_THE_WAY and (before := self._copies.get(first := first - 1)) is not None:
+            coming.add(first, before.come())
 
     def of_ticket(self, ticket: Tensor) -> HostCopy:
         """Return the copy that a ticket is for."""
