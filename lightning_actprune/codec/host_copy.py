@@ -9,12 +9,17 @@ Tensors on their way, in either direction, stay on the device. They are the last
 tensors of a forward are still on the device when backward begins.
 
 Compiled code calls ``actprune::to_host`` and ``actprune::from_host``. Between them it holds a ticket, a number, in
-place of the tensor.
+place of the tensor. The memory of the ticket keeps the copy.
+
+A model may use several streams. The allocator gives memory that is freed to the stream on which it was allocated, and
+knows of no other one: so that stream waits for a copy, and a tensor that another one reads is recorded there.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections import deque
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,15 +41,16 @@ class HostCopy:
         tensor: A tensor on a CUDA device that nobody writes to.
     """
 
-    __slots__ = ("__weakref__", "_device", "_done", "_host", "_line", "number", "readers")
+    __slots__ = ("__weakref__", "_device", "_done", "_host", "_line", "_stream", "number", "readers")
 
     def __init__(self, tensor: Tensor) -> None:
+        self._device: Tensor | None = None
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot hold what `offload=True` moves to the host")
         self.readers = 1
         """How many operations have saved the tensor and have not read it."""
         self._line = _line_of(tensor.device)
-        self._device: Tensor | None = tensor
+        self._device, self._stream = tensor, self._line.current_stream()
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._done = self._line.copy(self._host, tensor)
         self.number = self._line.leaves(self)
@@ -56,27 +62,56 @@ class HostCopy:
 
     def free(self) -> None:
         """Free the memory of the device once the copy to the host is done."""
-        self._line.wait(self._done)
+        self._stream.wait_event(self._done)
         self._device = None
+
+    def __del__(self) -> None:
+        # The graph was dropped: a copy from or to this memory may still run.
+        if self._device is not None:
+            self._line.holds(self._device)
 
     def come(self) -> int:
         """Start the copy back unless the tensor is on the device or on its way; return the number of its bytes."""
         if self._device is None:
-            self._device = torch.empty_like(self._host, device=self._line.device)
-            self._done = self._line.copy(self._device, self._host)
-            self._line.comes(self.number, self._device, self._done)
+            tensor, self._stream = torch.empty_like(self._host, device=self._line.device), self._line.current_stream()
+            self._done = self._line.copy(tensor, self._host)
+            self._device = tensor
         return self.nbytes
 
     def unpack(self) -> Tensor:
         """Return the tensor on its device, and let those come that were stored before it."""
         self.come()
-        tensor, self.readers = self._device, self.readers - 1
+        tensor, stream, self.readers = self._device, self._line.current_stream(), self.readers - 1
         assert tensor is not None
-        self._line.wait(self._done)
+        stream.wait_event(self._done)
+        if stream != self._stream:
+            tensor.record_stream(stream)
         self._line.arrives(self.number)
         if self.readers <= 0:
             self._device = None
         return tensor
+
+
+class _OnTheWay(deque[tuple[int, int]]):
+    """Numbers of tensors on their way, with their bytes, in order."""
+
+    nbytes = 0
+
+    def add(self, number: int, nbytes: int) -> None:
+        """Add a tensor."""
+        self.append((number, nbytes))
+        self.nbytes += nbytes
+
+    def pop_first(self) -> int:
+        """Remove the first tensor, and return its number."""
+        number, nbytes = self.popleft()
+        self.nbytes -= nbytes
+        return number
+
+    def clear(self) -> None:
+        """Remove all."""
+        super().clear()
+        self.nbytes = 0
 
 
 class _Line:
@@ -85,16 +120,15 @@ class _Line:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known = Retainers()
-        self._tickets: dict[int, tuple[StorageKey, HostCopy]] = {}
         self._stream = torch.cuda.Stream(device)
         self._count = 0
         self._copies: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()
-        self._leaving: list[int] = []
-        self._coming: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self._leaving, self._coming = _OnTheWay(), _OnTheWay()
 
     def share(self, tensor: Tensor) -> HostCopy:
         """Return the copy of a tensor, which several layers may save."""
-        storage, name = tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
+        storage, region = tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
+        name = *region, tensor._version  # a user's bytes may be written to, and saved again
         copy: HostCopy | None = self._known.find(storage._cdata, name)
         if copy is None:
             copy = HostCopy(tensor)
@@ -106,53 +140,53 @@ class _Line:
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         """Copy after all that was launched so far, and return the event of its end."""
         # What is still running may use the memory of either.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(self.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         self._stream.record_event(done)
         return done
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Let the device wait for the end of a copy."""
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the current stream of the device."""
+        return torch.cuda.current_stream(self.device)
+
+    def holds(self, tensor: Tensor) -> None:
+        """Let nobody have the memory of a tensor before the copies end that were started."""
+        tensor.record_stream(self._stream)
 
     def leaves(self, copy: HostCopy) -> int:
         """Free the tensors that left before ``copy``, but for the last ones; return the number of ``copy``."""
+        while self._leaving.nbytes > ON_THE_WAY:
+            before = self._copies.get(self._leaving.pop_first())
+            if before is not None:
+                before.free()
         self._count += 1
         self._copies[self._count] = copy
-        leaving = [(number, each) for number in self._leaving if (each := self._copies.get(number)) is not None]
-        while sum(each.nbytes for _, each in leaving) > ON_THE_WAY:
-            leaving.pop(0)[1].free()
-        self._leaving = [*(number for number, _ in leaving), self._count]
+        self._leaving.add(self._count, copy.nbytes)
         return self._count
-
-    def comes(self, number: int, tensor: Tensor, done: torch.cuda.Event) -> None:
-        """Hold a tensor that is being written to, also if its graph is dropped meanwhile."""
-        here = [key for key, (_, event) in self._coming.items() if event.query()]
-        for key in here:
-            del self._coming[key]
-        self._coming[number] = tensor, done
 
     def arrives(self, number: int) -> None:
         """Start the copies back of the tensors that were stored before the one of ``number``."""
-        self._coming.pop(number, None)
-        self._leaving = []  # backward has begun
-        nbytes = 0
-        while nbytes <= ON_THE_WAY and (before := self._copies.get(number := number - 1)) is not None:
-            nbytes += before.come()
-
-    def give_ticket(self, copy: HostCopy) -> Tensor:
-        """Return a ticket, which keeps ``copy`` while its memory lives."""
-        if len(self._leaving) == 1:  # a new forward
-            self._tickets = {at: each for at, each in self._tickets.items() if not each[0].expired()}
-        ticket = torch.tensor([copy.number])
-        self._tickets[copy.number] = StorageKey(ticket.untyped_storage()), copy
-        return ticket
+        self._leaving.clear()  # backward has begun
+        coming = self._coming
+        while coming and coming[0][0] >= number:
+            coming.pop_first()
+        if coming and coming[0][0] != number - 1:  # another graph
+            coming.clear()
+        first = coming[-1][0] if coming else number
+        while coming.nbytes <= ON_THE_WAY and (before := self._copies.get(first := first - 1)) is not None:
+            coming.add(first, before.come())
 
     def of_ticket(self, ticket: Tensor) -> HostCopy:
         """Return the copy that a ticket is for."""
-        return self._tickets[int(ticket)][1]
+        copy = self._copies.get(int(ticket))
+        if copy is None:
+            raise RuntimeError(
+                "saved-tensor hooks around compiled code have copied what it keeps for `offload=True`. HINT: leave out "
+                "the hooks, such as `save_on_cpu(pin_memory=True)`, or `offload`."
+            )
+        return copy
 
 
 @functools.cache
@@ -172,15 +206,25 @@ def share_copy(tensor: Tensor) -> HostCopy:
 
 # === In compiled code =================================================================================================
 
-LIBRARY.define("to_host(Tensor values) -> Tensor", tags=TAGS)
-LIBRARY.define("from_host(Tensor ticket, SymInt rows, SymInt length, Device device) -> Tensor", tags=TAGS)
+_TAGS = (*TAGS, torch.Tag.cudagraph_unsafe)
+"""A CUDA graph would copy from and to the memory that was there when it was recorded."""
+LIBRARY.define("to_host(Tensor values) -> Tensor", tags=_TAGS)
+LIBRARY.define("from_host(Tensor ticket, SymInt rows, SymInt length, Device device) -> Tensor", tags=_TAGS)
+
+
+class _Ticket(bytearray):
+    """The memory of a ticket, which keeps a copy."""
+
+    content: HostCopy
 
 
 def to_host(values: Tensor) -> Tensor:
     """Copy bytes to the host, and return a ticket for them."""
     # A copy on the device first, since compiled code uses the memory of `values` again without asking the allocator.
     copy = HostCopy(values.clone())
-    return _line_of(values.device).give_ticket(copy)
+    ticket = _Ticket(copy.number.to_bytes(8, sys.byteorder))
+    ticket.content = copy
+    return torch.frombuffer(ticket, dtype=torch.int64)
 
 
 def from_host(ticket: Tensor, rows: int, length: int, device: torch.device) -> Tensor:

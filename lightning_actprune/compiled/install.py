@@ -222,7 +222,7 @@ class _FunctorchPass:
         return module
 
 
-_IN_COMPILED_CODE = "packed", "formats", "layout", "outliers", "saved_ops"
+_IN_COMPILED_CODE = "packed", "formats", "host_copy", "layout", "outliers", "saved_ops"
 """Modules of ``codec`` that decide or compute something in compiled code."""
 
 

@@ -88,25 +88,26 @@ def is_masked(tensor: Tensor) -> bool:
 
 
 def find_selection(
-    tensor: Tensor, indices: Mapping[int, list[Tensor]]
+    tensor: Tensor, integers: Mapping[int, list[tuple[Tensor, int]]]
 ) -> tuple[tuple[Any, int], tuple[int, ...], Tensor] | None:
     """Return which result ``tensor`` was selected from by numbers of rows, its shape, and the numbers.
 
-    ``None`` for any other tensor. A node would unpack what it saved, which hooks around ours would see.
+    ``None`` for any other tensor, and if the rows or their numbers were written to since. A node would unpack what it
+    saved, which hooks around ours would see.
 
     Args:
         tensor: A saved tensor.
-        indices: What operations saved that may be numbers of rows, by the numbers of their nodes.
+        integers: The integers that operations saved, with their versions, by the numbers of their nodes.
     """
     node: Any = tensor.grad_fn
-    if node is None or node.name() != "IndexBackward0":
+    if node is None or node.name() != "IndexBackward0" or tensor._version:
         return None
-    shape, found = tuple(node._saved_self_sym_sizes), indices.get(node._sequence_nr(), ())
-    if len(found) != 1:
+    shape, saved = tuple(node._saved_self_sym_sizes), integers.get(node._sequence_nr(), ())
+    if len(saved) != 1:
         return None
-    (numbers,) = found
+    numbers, version = saved[0]
     selected = [(*shape[:dim], *numbers.shape, *shape[dim + 1 :]) for dim in range(len(shape))]
-    if selected[0] != tuple(tensor.shape) or selected.count(selected[0]) > 1:
+    if selected[0] != tuple(tensor.shape) or selected.count(selected[0]) > 1 or numbers._version != version:
         return None
     return before_reshapes(*node.next_functions[0]), shape, numbers
 

@@ -50,7 +50,7 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
-from lightning_actprune.codec.host_copy import HostCopy, can_move
+from lightning_actprune.codec.host_copy import HostCopy, can_move, share_copy
 from lightning_actprune.codec.pack_cache import find, key_of, remember
 from lightning_actprune.codec.packed import Packed, quantize
 from lightning_actprune.codec.private import (
@@ -219,7 +219,7 @@ def run_eagerly(
             placeholders[id(leaf)] = _Placeholder(len(tensors))
             stored_format, values = _store(leaf, keep, len(tensors), first)
             if keep.offload and not is_inside and stored_format is not None and can_move(values):
-                on_host[len(tensors)] = HostCopy(values)
+                on_host[len(tensors)] = share_copy(values)
                 values = values.new_empty(0)
             tensors.append(values)
             formats.append(stored_format)
@@ -313,11 +313,13 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
         return None, x
     if (keep.bits is None and not keep.offload) or first.is_mask(number, x):
         return None, x
-    if first.is_compared or keep.bits is None:  # a copy, since the module may write to `x` while that goes to the host
+    has_16_bits = keep.bits == HALF and x.dtype != torch.float32
+    if first.is_compared or keep.bits is None or (has_16_bits and keep.offload):
+        # A copy, since the module may write to `x` while that goes to the host.
         return _StoredFormat(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
+    if has_16_bits:
+        return None, x
     if keep.bits == HALF:
-        if x.dtype != torch.float32:
-            return None, x
         return _StoredFormat(x.dtype, tuple(x.shape), None, HALF), x.detach().to(torch.bfloat16)
     layout = layout_of(x.shape, x.stride(), keep.block_size)
     if layout is None:

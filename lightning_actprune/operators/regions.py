@@ -185,7 +185,7 @@ class Selection(NamedTuple):
     shape: torch.Size
     layout: Layout
     version: int
-    indices: Tensor
+    indices: Uncompressed
 
     def without_source(self) -> Selection:
         """Return the same without the tensor."""
@@ -193,7 +193,7 @@ class Selection(NamedTuple):
 
     def select(self, values: Tensor) -> Tensor:
         """Return the rows of the unpacked source."""
-        return values.as_strided(self.shape, self.layout.dense_strides)[self.indices]
+        return values.as_strided(self.shape, self.layout.dense_strides)[self.indices.unpack()]
 
 
 class SelectedWeight:
@@ -208,8 +208,8 @@ class SelectedWeight:
     __slots__ = ("_indices", "_parameter")
 
     def __init__(self, parameter: Tensor, indices: Tensor, outer: Hooks | None) -> None:
-        self._parameter, self._indices = Uncompressed(parameter, outer), indices
+        self._parameter, self._indices = Uncompressed(parameter, outer), Uncompressed(indices, None)
 
     def unpack(self) -> Tensor:
         """Return the rows; see ``Uncompressed.unpack``."""
-        return self._parameter.unpack().detach()[self._indices]
+        return self._parameter.unpack().detach()[self._indices.unpack()]

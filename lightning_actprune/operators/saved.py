@@ -217,7 +217,7 @@ class OpenHooks:
         close_hooks(self)
         self._context.__exit__(None, None, None)
         finish(self.operations)
-        self.operations.indices.clear()  # backward frees them
+        self.operations.integers.clear()  # backward frees them
 
 
 class _Scope(threading.local):
@@ -450,7 +450,7 @@ class SavedTensorCompression:
         layout = layout_of(tensor.shape, tensor.stride(), self._block_size) if is_activation else None
         if layout is None:
             return self._retain(tensor, outer)
-        selected = find_selection(tensor, operations.indices)
+        selected = find_selection(tensor, operations.integers)
         parameter = None if selected is None else getattr(selected[0][0], "variable", None)
         if selected is not None and isinstance(parameter, nn.Parameter) and parameter.shape == selected[1]:
             operations.look_behind(tensor, len(self._scope.running), None)
@@ -484,7 +484,8 @@ class SavedTensorCompression:
             if argument.numel() == math.prod(shape) and argument.is_contiguous():
                 source = argument.detach().view(shape)
                 layout = layout_of(source.shape, source.stride(), self._block_size)
-                return None if layout is None else Selection(source, source.shape, layout, version, indices)
+                numbers = Uncompressed(indices, None)
+                return None if layout is None else Selection(source, source.shape, layout, version, numbers)
         return None
 
     def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:

@@ -31,12 +31,13 @@ from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.readers import nodes_since, operator_name, use_of
 from lightning_actprune.operators.regions import Hooks, Layout, QuantizedRegion, Selection, Uncompressed
 
-_INDICES = torch.int64, torch.int32
 MOST_SHARED = 2**16
 """Operations that share a tensor are noted if it has fewer values."""
 _QUOTIENT = -1
 """Stands for the number of the operation that inverted a parameter."""
 _QUOTIENTS = nodes_of(Kind.QUOTIENT)
+_NUMBERS = torch.int64, torch.int32
+"""Types of numbers of rows. Masks are not held, since hooks around ours may move them."""
 PATIENCE = 16
 """Forwards without a new site after which no new ones are expected: some operations run in few forwards."""
 MAX_STEPS = 8
@@ -259,8 +260,8 @@ class Operations:
         self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
-        self.indices: dict[int, list[Tensor]] = {}
-        """What operations saved that may be numbers of rows, by the numbers of their nodes."""
+        self.integers: dict[int, list[tuple[Tensor, int]]] = {}
+        """Integers that operations saved, such as numbers of rows, with versions, by the numbers of their nodes."""
         self._waiting: list[SavedActivation] = []
         self._names: dict[int, str] = {}
         """Names of the nodes that were looked at, by their numbers."""
@@ -276,8 +277,8 @@ class Operations:
         saving.count += 1
         if tensor.is_floating_point():
             saving.factors.append(torch.Size() if tensor.is_nested else tensor.shape)
-        elif tensor.dtype in _INDICES:
-            self.indices.setdefault(number, []).append(tensor)
+        elif tensor.dtype in _NUMBERS:
+            self.integers.setdefault(number, []).append((tensor, tensor._version))
         if not self.is_watched or not tensor.requires_grad:
             return saving
         parameters, is_inverse = _parameters_behind(tensor)

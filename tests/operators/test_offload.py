@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from lightning_actprune.codec import host_copy
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Config, PresetName, Rule
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner
+from lightning_actprune.operators import offload, recompute
 
 WIDTH, BLOCKS = 256, 8
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 class Block(nn.Module):
@@ -42,6 +43,37 @@ def rules_for(kind: str, is_moved: bool) -> dict[str, Rule]:
     return {"?": Recompute(None if kind == "exact" else int(kind), offload=is_moved)}
 
 
+class Stream:
+    """Stands for a stream on which nothing waits."""
+
+    def wait_stream(self, _: Stream) -> None: ...
+    def wait_event(self, _: object) -> None: ...
+    def record_event(self, _: object) -> None: ...
+
+
+@pytest.fixture
+def moves_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> host_copy._Line:
+    """Let tensors on a CPU be moved, by copies that are done at once; return the copies."""
+    stream = Stream()
+    for name, fake in {
+        "Stream": lambda _: stream,
+        "current_stream": lambda _: stream,
+        "stream": nullcontext,
+        "Event": object,
+        "is_current_stream_capturing": bool,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory=False, **options: empty_like(x, **options))
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    line = host_copy._Line(torch.device("cpu"))
+    monkeypatch.setattr(host_copy, "_line_of", lambda _: line)
+    for module in (recompute, offload):
+        monkeypatch.setattr(module, "can_move", lambda x: type(x) is Tensor and x.nbytes >= 2**10)
+    monkeypatch.setattr(host_copy, "ON_THE_WAY", 2**16)
+    return line
+
+
 def gradients_of(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
     for step in range(steps):
         torch.manual_seed(step)
@@ -49,17 +81,62 @@ def gradients_of(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
     return [x.grad, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("kind", ["keep", "exact", "8", "4", "16"])
-def test_gradients_do_not_change(kind: str, device: str) -> None:
-    rows, found = 4096 if device == "cuda" else 256, []
+@pytest.mark.gpu
+def test_gradients_do_not_change(kind: str) -> None:
+    found = []
     for is_moved in (False, True):
-        model = build(device)
+        model = build("cuda")
         convert(model, rules=rules_for(kind, is_moved))
-        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+        x = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(1)).to("cuda").requires_grad_()
         found.append(gradients_of(model, x, steps=4))
     for kept, moved in zip(*found, strict=True):
         torch.testing.assert_close(moved, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["keep", "8", "16"])
+def test_gradients_and_copies_where_a_cpu_stands_for_the_device(kind: str, moves_on_a_cpu: host_copy._Line) -> None:
+    found = []
+    for is_moved in (False, True):
+        model = build("cpu")
+        convert(model, rules=rules_for(kind, is_moved))
+        x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        found.append(gradients_of(model, x, steps=2))
+        model(x * 2)  # its graph is dropped
+    for kept, moved in zip(*found, strict=True):
+        torch.testing.assert_close(moved, kept, rtol=0, atol=0)
+    assert moves_on_a_cpu._count >= BLOCKS
+    assert not moves_on_a_cpu._copies
+
+
+def test_inputs_in_16_bits_are_moved_too(moves_on_a_cpu: host_copy._Line) -> None:
+    model = build("cpu").bfloat16()
+    convert(model, rules=rules_for("16", True))
+    for _ in range(2):  # one run of each block is compared
+        y = model(torch.randn(64, WIDTH, dtype=torch.bfloat16))
+    assert len(moves_on_a_cpu._copies) == BLOCKS - 1  # the first one's needs no gradient
+    y.sum().backward()
+
+
+def test_tickets_keep_copies_as_long_as_they_live(moves_on_a_cpu: host_copy._Line) -> None:
+    values = torch.randint(256, (64, 32), dtype=torch.uint8)
+    before = host_copy.share_copy(values)  # of a layer that is not compiled
+    ticket = host_copy.to_host(values)
+    for _ in range(2):  # a graph that is retained
+        back = host_copy.from_host(ticket.detach(), 64, 32, values.device)
+        torch.testing.assert_close(back, values, rtol=0, atol=0)
+    copied = ticket.clone()
+    del before, ticket
+    assert not moves_on_a_cpu._copies
+    with pytest.raises(RuntimeError, match="have copied what it keeps"):
+        host_copy.from_host(copied, 64, 32, values.device)
+
+
+def test_bytes_that_are_written_to_are_copied_again(moves_on_a_cpu: host_copy._Line) -> None:
+    values = torch.zeros(64, 32, dtype=torch.uint8)
+    first, same = host_copy.share_copy(values), host_copy.share_copy(values)
+    values += 1
+    assert first is same is not host_copy.share_copy(values)
 
 
 @pytest.mark.gpu
