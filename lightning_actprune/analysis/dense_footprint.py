@@ -61,6 +61,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[misc]
                 result = func(*args, **(kwargs or {}))
             with self:
                 return tree_map_only(Tensor, lambda x: x if _is_integer(x) else _empty_like(x), result)
+        if func is torch.ops.aten.index.Tensor:  # torch's rule for shapes does not read masks
+            args = args[0], [numbers for index in args[1] for numbers in _list_numbers(index)]
         dtype = getattr(args[0], "dtype", None) if str(func) == "aten._grouped_mm.default" else None
         if dtype in (None, torch.bfloat16):
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -224,6 +226,14 @@ def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
     if not tensors or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return all(type(x) is Tensor and _is_integer(x) for x in tensors)
+
+
+def _list_numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return what selects the same as ``index``: of a mask with values, the numbers of what it selects."""
+    if type(index) is not Tensor or index.dtype != torch.bool:
+        return (index,)
+    with no_dispatch_modes():
+        return index.nonzero().unbind(1)
 
 
 def _empty_like(real: Tensor) -> Tensor:
