@@ -256,7 +256,7 @@ class Operations:
         is_checked: bool,
     ) -> None:
         self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
-        self._saving = Saving(-1)
+        self._saving, self._first = Saving(-1), get_sequence_nr()
         self._users: dict[int, set[int]] = {}
         self.integers: dict[int, list[Tensor]] = {}
         """What operations saved that is no floating point, by the numbers of their nodes."""
@@ -344,7 +344,9 @@ class Operations:
         unknown = [stay for stay in self._waiting if stay.site is _NOWHERE]
         if not unknown:
             return False
-        nodes = nodes_since(tensors, unknown[0].saving.number, self._names)
+        # Who shares a small tensor has to have a name, though nothing may have waited for its node.
+        first = self._first if self.is_watched else unknown[0].saving.number
+        nodes = nodes_since(tensors, first, self._names)
         known = [stay for stay in unknown if stay.saving.number in nodes]
         for stay in known:
             stay.site = stay.site_at(nodes[stay.saving.number])

@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "Olmoe": {"intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 8},
     "DeepseekV3": {
         **{"moe_intermediate_size": 48, "n_routed_experts": 16, "num_experts_per_tok": 8, "first_k_dense_replace": 0},
-        **{"n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
+        **{"n_group": 4, "topk_group": 2},
     },
     "GptOss": {"intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 4},
 }
@@ -39,7 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
 def make_model(name: str, implementation: str = "grouped_mm") -> nn.Module:
     """Return a model with one block of experts."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {"hidden_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = getattr(transformers, f"{name}Config")(**sizes | {"pad_token_id": 0} | SIZES[name])
     config._experts_implementation = implementation
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
