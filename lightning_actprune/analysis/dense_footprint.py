@@ -16,8 +16,8 @@ too: a graph network drops some edges before it selects a row for each, so their
 
 A frozen linear layer whose weight is quantized (bitsandbytes, torchao) keeps nothing but that weight. Its twin has a
 frozen weight in the type of the input in its place. Any other forward that takes tensors which are more than strided
-memory (a DTensor, say), or that reads other values, cannot run this way. Its module then has no dense footprint: what it
-keeps now counts as dense, of a block that runs again its inputs alone.
+memory (a DTensor, say), or that reads other values, cannot run this way. Its module then has no dense footprint: what
+it keeps now counts as dense, of a block that runs again its inputs alone.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.dense_footprint import DenseForward

@@ -34,6 +34,18 @@ errors enter no other gradient, and those of many rows cancel, as in a linear la
 of fewer values* the other factor may have fewer bits than what an input gradient is computed from. Where the parameter
 may be the learned step of a quantization, both factors stay uncompressed (``codec.saved_ops.is_step``).
 
+**Grouped products** multiply each group of rows by a matrix of its own, as experts do. Where the matrices are one
+parameter, only their gradients need the rows, however many values the parameter has. Such rows bear outliers, as inputs
+of linear layers do, so nobody looks for them.
+
+**Weighed rows** are multiplied by one number each, as outputs of experts are. They have the bits of the value of
+attention.
+
+**Selected rows** ``x[rows]`` are selected again in backward. If ``x`` is a parameter, the graph holds the parameter and
+the numbers of the rows, and nothing is packed. If ``x`` is an argument of a running module and has no more values than
+the rows, ``x`` is packed in their place, once for all that is selected from it. If ``x`` was written to since, or is
+retained uncompressed, the rows are stored as any other tensor.
+
 Hooks that are open around a scope get the packed values, and all that stays uncompressed, in place of the graph: a
 ``SavedTensorMeter`` counts it, ``save_on_cpu`` moves it. ``torch.func`` transforms inside a scope fail, as they do with
 all hooks.

@@ -11,6 +11,12 @@ module. A new site is judged when its module returns. If a forward skips an oper
 come to the site of an equal operation nearby, but the most that it can take from there is that it has no outliers, for
 which ``operators.saved`` looks again and again.
 
+While sites may be new, all nodes of the scope are looked at: a factor may be a step only if another operation than a
+product saves it, or one without a name, so all operations that save it need their names.
+
+A tensor that was selected from another one waits itself, and the other one with it. What is stored is the other one,
+from which backward selects again; the site is that of the selected tensor.
+
 A tensor whose operation is not found, since nobody can see its output, stays uncompressed. So does one that is read or
 written to while it waits; to read it after it was written to is an error, as without hooks.
 """
