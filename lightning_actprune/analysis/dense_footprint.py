@@ -11,9 +11,13 @@ place. Inputs, parameters and buffers are matched at the start, outputs when the
 its result, which the next layer may keep as its input. Autocast's 16-bit copy of a weight is matched by its leaf and
 region (``analysis.recorder``). All other storages are new.
 
+Integers and booleans among the arguments are copied with their values, and what is computed from them alone has values
+too: a graph network drops some edges before it selects a row for each, so their number depends on values.
+
 A frozen linear layer whose weight is quantized (bitsandbytes, torchao) keeps nothing but that weight. Its twin has a
 frozen weight in the type of the input in its place. Any other forward that takes tensors which are more than strided
-memory (a DTensor, say), or that reads values, cannot run this way. Its module then has no dense footprint.
+memory (a DTensor, say), or that reads other values, cannot run this way. Its module then has no dense footprint: what
+it keeps now counts as dense, of a block that runs again its inputs alone.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
 from lightning_actprune.analysis.recorder import find_copied_leaf, find_shared_copy, find_storages, is_expanded
-from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
+from lightning_actprune.codec.private import FakeTensorMode, no_dispatch_modes, tree_leaves, tree_map_only
 from lightning_actprune.operators.base import Converted, dense_class, is_quantized
 from lightning_actprune.operators.containers import map_tensors
 from lightning_actprune.operators.hooks import MODULE_ATTRIBUTES
@@ -48,7 +52,17 @@ class FakeMode(FakeTensorMode):  # type: ignore[misc]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run grouped products of other types than bfloat16, which torch's rule for shapes refuses, as those of it."""
+        """Run an operation on fake tensors, or on integers with values.
+
+        Grouped products of other types than bfloat16, which torch's rule for shapes refuses, run as those of it.
+        """
+        if _has_values(func, args, kwargs):
+            with no_dispatch_modes():
+                result = func(*args, **(kwargs or {}))
+            with self:
+                return tree_map_only(Tensor, lambda x: x if _is_integer(x) else _empty_like(x), result)
+        if func is torch.ops.aten.index.Tensor:  # torch's rule for shapes does not read masks
+            args = args[0], [numbers for index in args[1] for numbers in _list_numbers(index)]
         dtype = getattr(args[0], "dtype", None) if str(func) == "aten._grouped_mm.default" else None
         if dtype in (None, torch.bfloat16):
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -88,7 +102,7 @@ class DenseForward:
             parametrize._cache_enabled = 0
             try:
                 twin = self._make_twin(module)
-                inputs = map_tensors(self._fake, (args, dict(kwargs)))
+                inputs = map_tensors(self._fake_argument, (args, dict(kwargs)))
                 self._output = type(twin).forward(twin, *inputs[0], **inputs[1])
             finally:
                 torch.set_autocast_cache_enabled(cached)
@@ -156,6 +170,12 @@ class DenseForward:
             self._pair(fake, real)
         return self._fakes[id(real)]
 
+    def _fake_argument(self, real: Tensor) -> Tensor:
+        """Return a copy of integers, which the twin may write to, and a tensor without values of any other tensor."""
+        if type(real) is Tensor and _is_integer(real) and id(real) not in self._fakes:
+            self._pair(real.clone(), real)
+        return self._fake(real)
+
     def _pair(self, fake: Tensor, real: Tensor) -> None:
         self._fakes[id(real)], self._real[id(fake)] = fake, real
         self._match_storages(fake, real)
@@ -194,6 +214,26 @@ def _make_pack_hook(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
         return tensor
 
     return note
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation gets integers with values alone, and draws no random numbers."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not tensors or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return all(type(x) is Tensor and _is_integer(x) for x in tensors)
+
+
+def _list_numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return what selects the same as ``index``: of a mask with values, the numbers of what it selects."""
+    if type(index) is not Tensor or index.dtype != torch.bool:
+        return (index,)
+    with no_dispatch_modes():
+        return index.nonzero().unbind(1)
 
 
 def _empty_like(real: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ activation before it, a sister layer, the batch), the layer frees nothing by dro
 where they stay.
 
 The dense memory of the whole model is the union of two sets of storages: those that converted modules would keep if
-they were dense (``analysis.dense_footprint``), and those that everything else keeps, or would keep unpacked. Under
-autocast these include the copies of weights that dense layers keep.
+they were dense (``analysis.dense_footprint``), and those that everything else keeps, or would keep unpacked. The latter
+are counted when autograd saves a tensor: it may be packed after its module has returned, together with what a converted
+module saved, or not at all, as rows that are selected again. Under autocast these include the copies of weights that
+dense layers keep.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.dense_footprint import DenseForward
@@ -28,6 +30,7 @@ from lightning_actprune.analysis.recorder import (
     LayerCall,
     Saved,
     SavedTensorRecorder,
+    find_storages,
     hooks_are_innermost,
     input_layers,
 )
@@ -231,12 +234,21 @@ class SavedTensorMeter(SavedTensorRecorder):
             if dense is not None:
                 self._dense |= dense.find_storages(output)
 
+    def _on_delayed(self, tensor: Tensor) -> None:
+        if not self._has_dense_footprint:
+            self._dense |= dict(find_storages(tensor))
+
+    @property
+    def _has_dense_footprint(self) -> bool:
+        """Whether a module runs of which is known what it would keep if it were dense."""
+        return bool(self._converted) and self._converted[-1][1] is not None
+
     def _on_saved(self, saved: Saved) -> None:
         packed = self._packed.setdefault(saved.call, {}) if saved.call is not None else {}
         if saved.copy_key is not None:
             self._kept_copies.add(saved.copy_key)
-        if not self._converted or self._converted[-1][1] is None:
-            self._dense |= dict([saved.original or (saved.key, saved.nbytes)])
+        if not saved.is_late and not self._has_dense_footprint:
+            self._dense[saved.key] = saved.nbytes
         if saved.key in self._batch or saved.key in self._parameters:
             return
         if saved.key in self._seen:

@@ -53,7 +53,7 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import ForwardHook, eager_modules, explain, is_recomputation
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
-from lightning_actprune.operators.saved import packing, unpack_saved
+from lightning_actprune.operators.saved import listeners, packing, unpack_saved
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -324,7 +324,8 @@ class Saved:
         device: Device of the storage.
         dtype: Type of the saved tensor.
         copy_key: Key of autocast's shared copy that it is, ``None`` if it is none.
-        original: The storage that it replaces, with its bytes, if a tensor was packed.
+        is_packed: Whether it replaces a tensor that was packed.
+        is_late: Whether the tensor was saved before (``SavedTensorRecorder._on_delayed``).
     """
 
     key: StorageWeakRef
@@ -335,7 +336,8 @@ class Saved:
     device: torch.device
     dtype: torch.dtype
     copy_key: Any
-    original: tuple[StorageWeakRef, int] | None = None
+    is_packed: bool = False
+    is_late: bool = False
 
 
 class _Open(threading.local):
@@ -395,11 +397,19 @@ def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
     return handle
 
 
+def _hear(tensor: Tensor) -> None:
+    for recorder in () if packing.is_late else tuple(_open.recorders):
+        recorder._on_delayed(tensor)
+
+
 @unseen_by_compilers
 def _unpack(handle: Tensor | _HandedOn) -> Tensor:
     for listener in tuple(unpack_listeners):
         listener(handle)
     return handle.unpack(handle.value) if isinstance(handle, _HandedOn) else handle
+
+
+listeners[_unpack] = listeners[unpack_saved] = _hear  # a scope may be inside another
 
 
 # === Recorders: of saved tensors, and of calls ========================================================================
@@ -489,14 +499,13 @@ class SavedTensorRecorder:
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
             call.saved, call.sparsity, call.packs = True, get_sparsity(call.layer), packs(call.layer)
-        original = next(iter(find_storages(packing.original)), None)
         for key, nbytes in find_storages(tensor):
             if tensor.dtype == torch.uint8 and call is None:
                 self._quantized.add(key)
             elif tensor.dtype == torch.uint8 and call is not None and call.packs and key in self._quantized:
                 call.reuses = True
-            where = tensor.device, tensor.dtype
-            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(handle), *where, copy_key, original))
+            what = tensor.device, tensor.dtype, copy_key, packing.is_packed, packing.is_late
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(handle), *what))
 
     def _follow(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -517,6 +526,9 @@ class SavedTensorRecorder:
 
     def _on_saved(self, saved: Saved) -> None:
         """Called when autograd saves a storage."""
+
+    def _on_delayed(self, tensor: Tensor) -> None:
+        """Called when autograd saves a tensor that the graph will hold in another form, or that waits."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs, weight = (*args, *kwargs.values()), weight_of_call(module)

@@ -441,7 +441,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         if is_there_anyway or handle is None or saved.device != self._device:
             return
         inside = any(isinstance(module, Converted) for module, _ in self._running)
-        packed = saved.original is not None or (saved.call is not None and saved.call.packs)
+        packed = saved.is_packed or (saved.call is not None and saved.call.packs)
         packed |= inside and saved.dtype == torch.uint8
         now = len(self._moments)
         storage = self._retained.setdefault(saved.key, Retained(saved.nbytes, packed, now))

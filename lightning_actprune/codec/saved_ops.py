@@ -43,6 +43,13 @@ A compiled graph does not say which inputs are parameters: there the factor depe
 product over samples. So compiled code cannot tell the parameters of a batched product (``bmm``) from activations of an
 earlier graph, and stores its inputs in the bits of ``Policy.saved``.
 
+**Grouped products.** Each matrix of the parameter gets the errors of its own rows alone, and those are few. So rows of
+a grouped product have at least four bits, whatever ``Policy.parameter`` says.
+
+**Weighed rows.** If the other factor of ``mul`` has one value for each row, the rows are values that are summed with
+weights, as in attention. They have the bits of ``Policy.value``. Only eager mode looks for weighed rows and for grouped
+products.
+
 **Layers without a mark.** In compiled code an operation without a mark may belong to a layer that a rule leaves dense.
 So inputs of matrix products, convolutions, norms and smooth functions are exact there once a rule leaves some layer
 dense (``Facts.may_stay_dense``). Eager mode knows the module.

@@ -34,6 +34,18 @@ errors enter no other gradient, and those of many rows cancel, as in a linear la
 of fewer values* the other factor may have fewer bits than what an input gradient is computed from. Where the parameter
 may be the learned step of a quantization, both factors stay uncompressed (``codec.saved_ops.is_step``).
 
+**Grouped products** multiply each group of rows by a matrix of its own, as experts do. Where the matrices are one
+parameter, only their gradients need the rows, however many values the parameter has. Such rows bear outliers, as inputs
+of linear layers do, so nobody looks for them.
+
+**Weighed rows** are multiplied by one number each, as outputs of experts are. They have the bits of the value of
+attention.
+
+**Selected rows** ``x[rows]`` are selected again in backward. If ``x`` is a parameter, the graph holds the parameter and
+the numbers of the rows, and nothing is packed. If ``x`` is an argument of a running module and has no more values than
+the rows, ``x`` is packed in their place, once for all that is selected from it. If ``x`` was written to since, or is
+retained uncompressed, the rows are stored as any other tensor.
+
 Hooks that are open around a scope get the packed values, and all that stays uncompressed, in place of the graph: a
 ``SavedTensorMeter`` counts it, ``save_on_cpu`` moves it. ``torch.func`` transforms inside a scope fail, as they do with
 all hooks.
@@ -148,13 +160,15 @@ def _copies_parameter(tensor: Tensor) -> bool:
 
 
 class _Packing(threading.local):
-    """Tells the hooks around which tensor they get the packed values of."""
+    """Tells the hooks around what they get: packed values, or what was saved before and had to wait."""
 
     def __init__(self) -> None:
-        self.original: Tensor | None = None
+        self.is_packed = self.is_late = False
 
 
 packing = _Packing()
+listeners: dict[Any, Callable[[Tensor], None]] = {}
+"""By the unpack hook around a scope: called with each tensor that autograd saves and that waits, or is not stored."""
 
 
 @dataclass
@@ -424,7 +438,8 @@ class SavedTensorCompression:
         is_checked = is_check_due(self._forwards[outermost])
         operations = Operations(self._store, self.decisions.sites, not self.decisions.is_settled(outermost), is_checked)
         stored_by = offload_hooks(outer) if self._offload else outer
-        return OpenHooks((partial(self._pack, stored_by, operations), unpack_saved), operations, outer)
+        listener = None if outer is None else listeners.get(outer[1])
+        return OpenHooks((partial(self._pack, stored_by, listener, operations), unpack_saved), operations, outer)
 
     def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
         scope = self._scope
@@ -438,7 +453,7 @@ class SavedTensorCompression:
 
     @unseen_by_compilers
     def _pack(
-        self, outer: Hooks | None, operations: Operations, tensor: Tensor
+        self, outer: Hooks | None, listener: Callable[[Tensor], None] | None, operations: Operations, tensor: Tensor
     ) -> Uncompressed | SelectedWeight | SavedActivation:
         # This runs for everything that is saved: checks that most tensors fail come first.
         saving = operations.saves(tensor)
@@ -454,6 +469,8 @@ class SavedTensorCompression:
         parameter = None if selected is None else getattr(selected[0][0], "variable", None)
         if selected is not None and isinstance(parameter, nn.Parameter) and parameter.shape == selected[1]:
             operations.look_behind(tensor, len(self._scope.running), None)
+            if listener is not None:
+                listener(tensor)
             return SelectedWeight(parameter, selected[2], outer)
         scope, is_result, stay = self._scope, is_own_result(tensor), None
         if not is_result or cast(Any, tensor.grad_fn).name() in ATTENTION:
@@ -468,6 +485,8 @@ class SavedTensorCompression:
                 place, depth = saving.count - 1, len(scope.running)
                 selection = None if selected is None else self._find_source(tensor, *selected)
                 stay = SavedActivation(tensor, layout, saving, place, is_result, fqn, depth, outer, selection)
+                if listener is not None:
+                    listener(tensor)
         operations.look_behind(tensor, len(scope.running), stay)
         return self._retain(tensor, outer) if stay is None else stay
 
@@ -490,8 +509,16 @@ class SavedTensorCompression:
 
     def _store(self, stay: SavedActivation, decision: Decision | None, operations: Operations) -> None:
         """Store a tensor at a site; the decision is ``None`` for a new one."""
-        decision, tensor = self._decide(stay, decision, operations), stay.tensor
-        address = tensor.untyped_storage()._cdata
+        decision = self._decide(stay, decision, operations)
+        was_late, packing.is_late = packing.is_late, True
+        try:
+            self._store_as(stay, decision)
+        finally:
+            packing.is_late = was_late
+
+    def _store_as(self, stay: SavedActivation, decision: Decision) -> None:
+        """Store a tensor as decided."""
+        tensor, address = stay.tensor, stay.tensor.untyped_storage()._cdata
         if stay.selection is not None and not self._can_select_again(stay.selection):
             stay.selection = None
         if decision.bits and tensor._version == stay.version and address not in self._uncompressed:
@@ -599,11 +626,11 @@ class SavedTensorCompression:
             site = self._first_readers[known]
             if 0 < self.decisions.sites[site].bits < bits:  # the next forward stores it once, for both
                 self.decisions.sites[site] = Decision(bits)
-        packing.original = tensor
+        packing.is_packed = True
         try:
             packed = QuantizedRegion(tensor, layout, bits, outer)
         finally:
-            packing.original = None
+            packing.is_packed = False
         self._first_readers[packed] = stay.site
         self._packed.add(StorageKey(storage), (*name, bits), packed)  # type: ignore[no-untyped-call]
         key = stay.fqn, stay.shape, tensor.dtype

@@ -11,6 +11,12 @@ module. A new site is judged when its module returns. If a forward skips an oper
 come to the site of an equal operation nearby, but the most that it can take from there is that it has no outliers, for
 which ``operators.saved`` looks again and again.
 
+While sites may be new, all nodes of the scope are looked at: a factor may be a step only if another operation than a
+product saves it, or one without a name, so all operations that save it need their names.
+
+A tensor that was selected from another one waits itself, and the other one with it. What is stored is the other one,
+from which backward selects again; the site is that of the selected tensor.
+
 A tensor whose operation is not found, since nobody can see its output, stays uncompressed. So does one that is read or
 written to while it waits; to read it after it was written to is an error, as without hooks.
 """
@@ -258,7 +264,7 @@ class Operations:
         is_checked: bool,
     ) -> None:
         self._store, self._sites, self.is_watched, self.is_checked = store, sites, is_watched, is_checked
-        self._saving = Saving(-1)
+        self._saving, self._first = Saving(-1), get_sequence_nr()
         self._users: dict[int, set[int]] = {}
         self.integers: dict[int, list[tuple[Tensor, int]]] = {}
         """Integers that operations saved, such as numbers of rows, with versions, by the numbers of their nodes."""
@@ -346,7 +352,9 @@ class Operations:
         unknown = [stay for stay in self._waiting if stay.site is _NOWHERE]
         if not unknown:
             return False
-        nodes = nodes_since(tensors, unknown[0].saving.number, self._names)
+        # Who shares a small tensor has to have a name, though nothing may have waited for its node.
+        first = self._first if self.is_watched else unknown[0].saving.number
+        nodes = nodes_since(tensors, first, self._names)
         known = [stay for stay in unknown if stay.saving.number in nodes]
         for stay in known:
             stay.site = stay.site_at(nodes[stay.saving.number])

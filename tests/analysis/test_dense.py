@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
-from lightning_actprune.config import PRESETS, Keep
+from lightning_actprune.config import PRESETS, Keep, Recompute
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compressed import laid_out
@@ -143,6 +143,46 @@ def test_what_cannot_run_without_values_counts_uncompressed():
         reports.append(measured(ours, x, False))
     assert reports[0].stored_bytes == reports[1].stored_bytes
     assert 0 < reports[0].dense_bytes - reports[1].dense_bytes < 4 * 2 * 16 * 5 * 5  # it keeps some, dense its input
+
+
+class Messages(nn.Module):
+    """A layer of a graph network: edges from a node to itself are dropped, so numbers of rows depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(E, E)
+
+    def forward(self, x: Tensor, edges: Tensor, weights: Tensor) -> Tensor:
+        others = edges[0] != edges[1]
+        edges, weights = edges[:, others], weights[others]
+        edges -= 1  # a copy of what the caller has
+        return x.index_add(0, edges[1], torch.tanh(self.fc(x)[edges[0]]) * weights[:, None])
+
+
+def test_what_integers_decide_is_known_of_a_block_that_runs_again():
+    x, edges, weights = torch.randn(20, E), torch.randint(1, 21, (2, 90)), torch.randn(90)
+    given, run = edges.clone(), lambda model, x: model.b(model.a(x, edges, weights), edges, weights)
+    model = Calls(run, a=Messages(), b=Messages())
+    dense = measured(model, x, False)
+    convert(model, rules={"a": Recompute(), "b": Recompute(), "*": None})
+    report = measured(model, x, False)
+    assert report.dense_bytes == dense.stored_bytes
+    assert report.stored_bytes < dense.stored_bytes / 2
+    assert torch.equal(edges, given)
+
+
+def test_rows_that_are_selected_again_count_as_rows():
+    class Selects(nn.Module):
+        def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+            return x[rows].sin() * x[rows]
+
+    model = Calls(lambda model, x: model.select(model.norm(x), rows), norm=nn.LayerNorm(E), select=Selects())
+    x, rows = torch.randn(96, E), torch.arange(96).repeat(4)
+    dense = measured(model, x, False)
+    with SavedTensorCompression(model, min_values=512) as compression:
+        report = measured(model, x, False)
+    assert compression.rows
+    assert report.dense_bytes == dense.stored_bytes
 
 
 def test_measuring_changes_neither_the_module_nor_randomness_nor_autocast():

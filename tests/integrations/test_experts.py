@@ -30,19 +30,26 @@ SIZES: dict[str, dict[str, Any]] = {
     "Olmoe": {"intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 8},
     "DeepseekV3": {
         **{"moe_intermediate_size": 48, "n_routed_experts": 16, "num_experts_per_tok": 8, "first_k_dense_replace": 0},
-        **{"n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
+        **{"n_group": 4, "topk_group": 2},
     },
     "GptOss": {"intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 4},
 }
 
 
-def make_block(name: str, implementation: str = "grouped_mm") -> nn.Module:
-    """Return a block of experts with its router."""
+def make_model(name: str, implementation: str = "grouped_mm") -> nn.Module:
+    """Return a model with one block of experts."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {"hidden_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = getattr(transformers, f"{name}Config")(**sizes | {"pad_token_id": 0} | SIZES[name])
     config._experts_implementation = implementation
-    block: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).model.layers[0].mlp
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model
+
+
+def make_block(name: str, implementation: str = "grouped_mm") -> nn.Module:
+    """Return a block of experts with its router."""
+    block: nn.Module = make_model(name, implementation).model.layers[0].mlp
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=WIDTH**-0.5)
     return block
@@ -82,6 +89,20 @@ def test_a_block_of_experts(name: str) -> None:
     memory = meter.report()
     assert memory.dense_bytes is not None
     assert memory.stored_bytes < 0.25 * memory.dense_bytes
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_the_dense_bytes_of_a_model_are_those_of_the_dense_model(name: str) -> None:
+    tokens, dense_bytes = torch.randint(64, (1, TOKENS)), list[int | None]()
+    model = make_model(name)
+    for preset in (None, "max"):
+        if preset is not None:
+            convert(model, preset)
+            model(tokens).logits.sum().backward()
+        with SavedTensorMeter(model, tokens) as meter:
+            model(tokens).logits.sum()
+        dense_bytes.append(meter.report().dense_bytes)
+    assert dense_bytes[0] == dense_bytes[1]
 
 
 def test_a_loop_over_experts_stays_dense() -> None:

@@ -519,3 +519,18 @@ def test_what_has_no_sensible_rows_is_left():
     )
     for x in (expanded, overlapping, prime, torch.ones(0, 16), torch.ones(()), torch.ones(3)):
         assert layout_of(x.shape, x.stride(), 8) is None
+
+
+def test_a_factor_that_products_alone_save_is_no_step_even_if_nothing_waited_for_one_of_them():
+    """A part of a projection weighs an activation, another part is used before: a state space model does that."""
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        projected = x.mean(1) @ weight  # [samples, 1 + features]
+        first = projected[:, :1] * projected[:, 1:2]
+        return torch.bmm(x.sin(), projected[:, 1:, None]) + first[:, :, None]
+
+    model = Runs(run, (64, 65))
+    with SavedTensorCompression(model, min_values=512) as compression:
+        model(activation(*SHAPE))
+    assert [row.shape for row in compression.rows] == [SHAPE]
+    assert "difference of sums" not in str(compression.left)
