@@ -589,7 +589,8 @@ class SavedTensorCompression:
         # Rows that only gradients of weights need bear outliers, as inputs of linear layers do.
         outliers = not (grouped and fewer) and loses_values(as_read(tensor, stay.layout), stay.layout.block)
         pair = [tensor.shape, torch.Size((*tensor.shape[:-1], 1))]
-        weighed = stay.site.operation == "mul" and saving.factors in (pair, pair[::-1])
+        is_long = tensor.shape[-1] >= self._block_size  # the weight's gradient is a sum over a row
+        weighed = is_long and stay.site.operation == "mul" and saving.factors in (pair, pair[::-1])
         return Facts(fewer, grouped, weighed, has_outliers=outliers)
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
