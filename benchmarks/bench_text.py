@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import MIB, Record, RecordFile, finish, has_gpu, parser_for, require, show, start_in_fork
-from lightning_actprune import Recompute, convert
+from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.convert import is_converted, mark_layers
 from lightning_actprune.operators.recompute import RecomputedModule
@@ -48,7 +48,8 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 """Sizes of Llama 3.2 1B, and of ``--quick``."""
 LONG = ("checkpoint", "checkpoint, save_on_cpu", "checkpoint, TRL", "recompute:8", "recompute:8:offload")
 LONG += ("recompute:4:offload", "recompute:exact:offload", "dense", "max", "max:offload")
-ADAPTERS = ("dense", "checkpoint", "balanced", "max", "recompute:8", "balanced:offload")
+GATES = "gates in 8 bits"
+ADAPTERS = ("dense", "checkpoint", "balanced", f"balanced, {GATES}", "max", "recompute:8", f"balanced:offload, {GATES}")
 CHUNK = 4096
 packing = CompiledPacking()
 WARM_UP, SHORT = 12, 512
@@ -125,7 +126,8 @@ def prepare(model: nn.Module, method: str, offload_file: Path | None) -> Callabl
         convert(model, "recompute", rules={"layers.*": rule})
     elif kind != "dense":
         preset, _, offload = kind.partition(":")
-        convert(model, preset, offload=bool(offload))
+        rules = {"type:activation": Keep(bits=8)} if other == GATES else None
+        convert(model, preset, rules=rules, offload=bool(offload))
     return contextlib.nullcontext
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import multiprocessing
+import os
 import shlex
 import statistics
 import subprocess
@@ -29,6 +30,9 @@ ROOT = RESULTS.parents[1]
 MIB = 2**20
 LEFT_SECONDS = 5.0
 """Time that the processes of a case have left once one of them has failed."""
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # else `is_available` keeps CUDA from processes forked later
 Record = dict[str, Any]
 Records = list[Record]
 
