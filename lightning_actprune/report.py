@@ -335,4 +335,5 @@ def describe_keep(keep: Keep, first: float = 0.0, last: float = 0.0, bits: int |
         parts += [] if keep.selection == "largest" else [f"selection {keep.selection}"]
         parts += [] if keep.topk_over == "sample" else [f"per {keep.topk_over}"]
     parts += [] if keep.block_size == Keep.block_size else [f"blocks of {keep.block_size}"]
+    parts += ["on the host"] if keep.offload and bits is not None else []
     return ", ".join(parts)
