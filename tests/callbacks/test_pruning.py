@@ -66,6 +66,7 @@ def compressed(model: nn.Module) -> list[str]:
         ({"memory_budget": "lots"}, "`memory_budget` must be a size, got 'lots'.*HINT"),
         ({"memory_budget": True}, "`memory_budget` must be a size, got True of type bool.*HINT"),
         ({"memory_budget": 0.5, "preset": "max"}, "`preset` must be left out.*got 'max'. HINT"),
+        ({"memory_budget": 0.5, "offload": True}, "`offload` must be False with a `memory_budget`.*got True.*HINT"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str):
@@ -79,6 +80,7 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
         "sparsity": LinearSchedule(0.5),
         "block_size": 16,
         "rules": {"head": Keep(sparsity=0.2), "type:norm": None},
+        "offload": False,
         "memory_budget": None,
         "max_error": None,
         "total_steps": 10,
