@@ -39,7 +39,9 @@ def _add_estimate(commands: Any) -> None:
     parser.add_argument("--shape", type=_parse_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
     parser.add_argument("--precision", default="bf16-mixed", help="a name of Lightning's (default: bf16-mixed)")
     parser.add_argument("--memory", metavar="24GiB", help="of a GPU; shows what fits, and the largest batches")
-    parser.add_argument("--presets", nargs="+", metavar="PRESET", help="rows, also dense and checkpoint (default: all)")
+    parser.add_argument(
+        "--presets", nargs="+", metavar="PRESET", help="rows, also dense and checkpoint (default: all but paper)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
 

@@ -14,7 +14,7 @@ The largest batch that fits in some memory is found by steps of other batch size
     peak(n) = fixed + n * bytes of a sample
 
 so the next size to simulate is where the line through two simulated peaks meets the memory. The search ends when a size
-fits and the next one does not: in a simulation, or on the line by more than ``OFF_THE_LINE``.
+fits and the next one does not, in a simulation or on the line.
 
 The peaks of 13 models were compared with those of CUDA's caching allocator on an H200 (``docs/estimate.md``).
 """
@@ -47,8 +47,6 @@ METHODS = DENSE, CHECKPOINT, *get_args(PresetName)
 """Rows of an estimate: the dense model, every repeated block checkpointed, and each preset."""
 LARGE = 1 / 3
 """Share of a peak from which on something uncompressed is named."""
-OFF_THE_LINE = 16 * MIB
-"""Bytes that a peak may be off the line through two others, since the allocator hands out whole blocks."""
 _MOST_LINES = 6
 """Steps after which a search for the largest batch halves what is left of it."""
 _HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Uncompressed"
@@ -236,7 +234,7 @@ def find_largest_batch(
         fitting = max((n for n, peak in peaks.items() if peak <= memory), default=0)
         too_large = min((n for n, peak in peaks.items() if peak > memory and n > fitting), default=None)
         slope = _find_slope(peaks, fitting, too_large) or _bound_slope(step, samples)
-        is_last = len(peaks) > 2 and fitting and peaks[fitting] + slope > memory + OFF_THE_LINE
+        is_last = len(peaks) > 2 and fitting and peaks[fitting] + slope > memory
         if is_last or too_large == fitting + 1:
             return fitting
         guess = _guess_samples(peaks, fitting, too_large, memory, slope)

@@ -52,7 +52,7 @@ def show_estimate(args: argparse.Namespace) -> int:
     """Print an estimate, or an error about the model or an option; return the exit code."""
     try:
         check_precision(args.precision)
-        methods = check_methods(args.presets or METHODS)
+        methods = check_methods(args.presets or [name for name in METHODS if name != "paper"])
         memory = None if args.memory is None else _parse_memory(args.memory)
         model, batch = load_model(args)
         result = estimate(model, batch, precision=args.precision, presets=methods, memory=memory)

@@ -185,6 +185,7 @@ def test_copies_are_not_watched():
     assert [layer.fqn for layer in report.skipped] == ["0"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_compiled_model_is_compiled_once_and_stays_converted(inside: bool):
     torch._dynamo.reset()
@@ -199,6 +200,7 @@ def test_a_compiled_model_is_compiled_once_and_stays_converted(inside: bool):
     assert pruned_layers(model) == ["0", "2", "4"]
 
 
+@pytest.mark.integration
 def test_a_compiled_part_runs_eagerly_in_the_first_forward_alone():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -44,6 +44,7 @@ def test_steps_of_methods_side_by_side(tmp_path):
     assert "cosine" not in found["checkpoint"]
 
 
+@pytest.mark.nightly
 def test_steps_on_two_devices(tmp_path):
     arguments = "--table", "gpus", "--devices", "2", "--strategies", "fsdp2", "--methods", "max"
     [record] = records_of(tmp_path, "bench_step", *arguments)
@@ -58,6 +59,7 @@ def test_compiled_steps(tmp_path):
     assert record["warm_up_s"] > 0
 
 
+@pytest.mark.nightly
 def test_the_memory_of_a_step_over_time(tmp_path):
     [record] = records_of(tmp_path, "bench_step", "--timeline", "--methods", "max")
     assert len(record["phases"]) == len(record["series_mib"]["in use"]) > 10
