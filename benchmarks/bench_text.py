@@ -151,7 +151,7 @@ def offloading_of_trl(path: Path) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def measure(table: str, sizes: dict[str, int], head: Record, steps: int, offload_file: Path | None) -> Record:
-    """Return what a case keeps, its peak and its time."""
+    """Measure one case: the bytes that it keeps, its peak, and the time of a step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(sizes, head["tokens"], device)
     if table == "adapters":

@@ -221,7 +221,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation gets integers with values alone, and draws no random numbers."""
+    """Return True if all tensors that an operation reads are integers with values, and it draws no random numbers."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not tensors or torch.Tag.nondeterministic_seeded in func.tags:
         return False
@@ -229,7 +229,7 @@ def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _list_numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return what selects the same as ``index``: of a mask with values, the numbers of what it selects."""
+    """Return an index that selects the same; a mask with values becomes the positions of its true values."""
     if type(index) is not Tensor or index.dtype != torch.bool:
         return (index,)
     with no_dispatch_modes():

@@ -467,7 +467,7 @@ def _list_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _describe(value: Any) -> Any:
-    """Return what an argument contributes to the shapes of results, as part of a key."""
+    """Return the part of an argument on which the shapes of results depend."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

@@ -29,7 +29,7 @@ from lightning_actprune.codec.pack_cache import Retainers, StorageKey
 from lightning_actprune.codec.packed import LIBRARY, TAGS
 
 ON_THE_WAY = 2**26
-"""Bytes that may be on their way at once, besides the last tensor. An H200 moves them in 1.3 ms."""
+"""Bytes that may be on their way at once, besides the last tensor."""
 MIN_BYTES = 2**16
 """Smaller tensors stay on the device: to copy one takes the host the same time whatever its size."""
 
@@ -195,7 +195,7 @@ def _line_of(device: torch.device) -> _Line:
 
 
 def can_move(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a device that has streams, and is worth the host's time."""
+    """Return whether a tensor is on a CUDA device, and large enough to be moved."""
     return type(tensor) is Tensor and tensor.is_cuda and tensor.nbytes >= MIN_BYTES
 
 
