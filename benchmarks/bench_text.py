@@ -1,8 +1,9 @@
-"""Language models of one billion parameters: long sequences, and adapters on quantized weights.
+"""Language models: long sequences, adapters on quantized weights, and mixtures of experts.
 
     python benchmarks/bench_text.py --quick
     python benchmarks/bench_text.py --table long --tokens 8192 32768 131072 --offload-file activation_offloading.py
     python benchmarks/bench_text.py --table adapters --batch 4
+    python benchmarks/bench_text.py --table experts --batch 4
 
 Every case runs in a fresh process, on random tokens: 12 steps of 512 tokens and one of all that warm up, then
 ``--steps`` steps, whose median time counts, each with an update by fused AdamW. Weights are bf16, and so is the
@@ -11,12 +12,15 @@ optimizer's state. The loss reads the logits of 4096 tokens at a time, each part
 
 In ``long`` all weights train. In ``adapters`` those of adapters do (peft, rank 16, on each linear layer), on layers in
 four bits (bitsandbytes, NF4); their gradients are compared with those of the dense model, in one process.
+Models of ``experts`` have four layers with the sizes of their names (Mixtral with half the width, DeepSeek-V3 with
+those of V2-Lite), 32000 tokens in the vocabulary, and experts in grouped products.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import math
 import statistics
@@ -46,10 +50,34 @@ LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128
 SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 """Sizes of Llama 3.2 1B, and of ``--quick``."""
+EXPERTS: dict[str, dict[str, int]] = {
+    "Mixtral": {
+        **{"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2},
+    },
+    "Qwen3Moe": {
+        **{"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+        **{"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    },
+    "Olmoe": {
+        **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8},
+    },
+    "DeepseekV3": {
+        **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408},
+        **{"n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 0},
+    },
+    "GptOss": {
+        **{"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+        **{"intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+    },
+}
 LONG = ("checkpoint", "checkpoint, save_on_cpu", "checkpoint, TRL", "recompute:8", "recompute:8:offload")
 LONG += ("recompute:4:offload", "recompute:exact:offload", "dense", "max", "max:offload")
 GATES = "gates in 8 bits"
 ADAPTERS = ("dense", "checkpoint", "balanced", f"balanced, {GATES}", "max", "recompute:8", f"balanced:offload, {GATES}")
+CHOICES = ("dense", "checkpoint", "max", "recompute:8")
+"""Methods of ``experts``."""
 CHUNK = 4096
 packing = CompiledPacking()
 WARM_UP, SHORT = 12, 512
@@ -60,15 +88,17 @@ KEYS = ("table", "model", "tokens", "batch", "mode", "method")
 # === Models ===========================================================================================
 
 
-def build(sizes: dict[str, int], tokens: int, device: str) -> nn.Module:
-    """Return a Llama with random weights in bf16."""
-    from transformers import LlamaConfig, LlamaModel
+def build(kind: str, sizes: dict[str, int], tokens: int, device: str) -> nn.Module:
+    """Return a model of transformers with random weights in bf16."""
+    import transformers
 
-    config = LlamaConfig(**sizes, max_position_embeddings=tokens, use_cache=False, rope_theta=5e5)
-    config._attn_implementation = "sdpa"
+    config = getattr(transformers, f"{kind}Config")(**sizes, max_position_embeddings=tokens, use_cache=False)
+    if kind in EXPERTS:
+        config._experts_implementation = "grouped_mm"
+    attention = "flex_attention" if kind == "GptOss" and device == "cuda" else "sdpa"  # gpt-oss has no other fused one
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaModel(config)
+        model = transformers.AutoModel.from_config(config, attn_implementation=attention)
         model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     return model.to(torch.bfloat16).train()
 
@@ -150,16 +180,16 @@ def offloading_of_trl(path: Path) -> Callable[[], AbstractContextManager[Any]]:
     return partial(module.OffloadActivations)
 
 
-def measure(table: str, sizes: dict[str, int], head: Record, steps: int, offload_file: Path | None) -> Record:
+def measure(kind: str, sizes: dict[str, int], head: Record, steps: int, offload_file: Path | None) -> Record:
     """Measure one case: the bytes that it keeps, its peak, and the time of a step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(sizes, head["tokens"], device)
-    if table == "adapters":
+    model = build(kind, sizes, head["tokens"], device)
+    if head["table"] == "adapters":
         model = add_adapters(model, device)
     ids = torch.randint(sizes["vocab_size"], (head["batch"], head["tokens"]), device=device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = []
-    if table == "adapters" and head["method"] != "dense":
+    if head["table"] == "adapters" and head["method"] != "dense":
         loss_of(model, ids).backward()
         gradients = [parameter.grad.float().cpu() for parameter in trained]
         model.zero_grad()
@@ -214,12 +244,23 @@ def measure(table: str, sizes: dict[str, int], head: Record, steps: int, offload
     return found
 
 
+def models_of(table: str, quick: bool) -> dict[str, tuple[str, dict[str, int]]]:
+    """Return the models of a table: by name, the kind of transformers and its sizes."""
+    if table != "experts":
+        return {"Llama, small": ("Llama", SMALL)} if quick else {"Llama, 1B": ("Llama", LLAMA)}
+    if quick:
+        return {"Olmoe, small": ("Olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 2})}
+    rest = {"num_hidden_layers": 4, "vocab_size": 32000, "pad_token_id": 0}
+    return {kind: (kind, sizes | rest) for kind, sizes in EXPERTS.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the file lacks, and print a table."""
     parser = parser_for(__doc__, "text")
-    parser.add_argument("--table", choices=("long", "adapters"), default="long")
+    parser.add_argument("--table", choices=("long", "adapters", "experts"), default="long")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--models", nargs="+", help="names of records")
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
@@ -227,20 +268,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
     args = parser.parse_args(argv)
     require(has_gpu(), args.quick)
-    sizes, model = (SMALL, "Llama, small") if args.quick else (LLAMA, "Llama, 1B")
     file = RecordFile(args.out, KEYS, args.again)
-    for tokens in [512] if args.quick else args.tokens:
-        for method in args.methods or (ADAPTERS if args.table == "adapters" else LONG):
+    methods = args.methods or {"adapters": ADAPTERS, "experts": CHOICES, "long": LONG}[args.table]
+    for model, (kind, sizes) in models_of(args.table, args.quick).items():
+        for tokens, method in itertools.product([512] if args.quick else args.tokens, methods):
             head = {"table": args.table, "model": model, "tokens": tokens, "batch": args.batch}
             head |= {"mode": "compiled" if args.compiled else "eager", "method": method}
             if method.endswith("TRL") and args.offload_file is None:
                 continue
-            if file.lacks(head):
-                case = start_in_fork(measure, args.table, sizes, head, args.steps, args.offload_file)
+            if model in (args.models or [model]) and file.lacks(head):
+                case = start_in_fork(measure, kind, sizes, head, args.steps, args.offload_file)
                 [found] = finish(args.seconds, [case])
                 file.add({**head, **found})
-    columns = "table tokens batch mode method kept_mib peak_mib step_s tokens_per_s cosine least_cosine error"
-    show(f"{model}, a step", list(file.records.values()), columns.split())
+    columns = "table model tokens batch mode method kept_mib peak_mib step_s tokens_per_s cosine least_cosine error"
+    show("A step", list(file.records.values()), columns.split())
 
 
 if __name__ == "__main__":
