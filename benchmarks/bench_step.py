@@ -58,6 +58,8 @@ MODES = (EAGER, GRAPHS, "aot_eager", "default", "reduce-overhead", "max-autotune
 ONE, STRATEGIES = "one GPU", ("ddp", "ddp, whole", "fsdp2")
 KEYS = ("table", "model", "batch", "precision", "method", "mode", "strategy", "devices", "allocator")
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+USE_CUDA = ("monai", "diffusers", "torch_geometric")
+"""What asks for CUDA when it is imported, after which processes that are forked cannot."""
 WAITING = 0.6
 """Share of the time of a group of cases for which one waits for the others at most."""
 
@@ -695,7 +697,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lacking = [case for case in cases if file.lacks({**head, **case.head()})]
     with torch.device("meta"):  # so that processes need not import what models are built with
         for model in dict.fromkeys(case.model for case in lacking):
-            WORKLOADS[model].build()
+            if WORKLOADS[model].source not in USE_CUDA:
+                WORKLOADS[model].build()
     end = time.monotonic() + args.seconds
     while lacking and time.monotonic() < end:
         first, count = lacking[0], 1 if lacking[0].devices > 1 else args.together

@@ -95,7 +95,7 @@ def build(kind: str, sizes: dict[str, int], tokens: int, device: str) -> nn.Modu
     config = getattr(transformers, f"{kind}Config")(**sizes, max_position_embeddings=tokens, use_cache=False)
     if kind in EXPERTS:
         config._experts_implementation = "grouped_mm"
-    attention = "flex_attention" if kind == "GptOss" and device == "cuda" else "sdpa"  # gpt-oss has no other fused one
+    attention = "flex_attention" if kind == "GptOss" else "sdpa"  # gpt-oss has no other fused one
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModel.from_config(config, attn_implementation=attention)
@@ -271,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     file = RecordFile(args.out, KEYS, args.again)
     methods = args.methods or {"adapters": ADAPTERS, "experts": CHOICES, "long": LONG}[args.table]
     for model, (kind, sizes) in models_of(args.table, args.quick).items():
+        build(kind, sizes, 512, "meta")  # so that processes need not import what models are built with
         for tokens, method in itertools.product([512] if args.quick else args.tokens, methods):
             head = {"table": args.table, "model": model, "tokens": tokens, "batch": args.batch}
             head |= {"mode": "compiled" if args.compiled else "eager", "method": method}

@@ -579,15 +579,16 @@ class SavedTensorCompression:
         is_factor = stay.site.node in PRODUCTS
         if is_factor and operations.shares(stay):
             return Facts(has_step_as_factor=True)
-        if is_masked(tensor):
-            return Facts(is_masked=True)
-        if is_captured(tensor):
-            return Facts(has_outliers=None)
         alone = is_factor and len(saving.factors) == 2 and len(saving.parameters) == 1
         grouped = stay.site.node in GROUPED
         fewer = alone and (grouped or tensor.numel() > saving.parameters[0])
-        # Rows that only gradients of weights need bear outliers, as inputs of linear layers do.
-        outliers = not (grouped and fewer) and loses_values(as_read(tensor, stay.layout), stay.layout.block)
+        # Rows that only gradients of weights need bear masks and outliers, as inputs of linear layers do.
+        bears = grouped and fewer
+        if not bears and is_masked(tensor):
+            return Facts(is_masked=True)
+        if is_captured(tensor):
+            return Facts(has_outliers=None)
+        outliers = not bears and loses_values(as_read(tensor, stay.layout), stay.layout.block)
         pair = [tensor.shape, torch.Size((*tensor.shape[:-1], 1))]
         is_long = tensor.shape[-1] >= self._block_size  # the weight's gradient is a sum over a row
         weighed = is_long and stay.site.operation == "mul" and saving.factors in (pair, pair[::-1])

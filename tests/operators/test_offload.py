@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from math import prod
 
 import pytest
 import torch
@@ -210,11 +211,14 @@ def test_compiled_code_moves_what_it_packs(preset: PresetName, monkeypatch: pyte
                 kept.append(torch.cuda.memory_allocated() - before)
                 loss.backward()
                 del loss
-        assert any(row.bits for row in packing.rows)
+        # Tensors of which blocks are dropped stay where they are.
+        packed = [row for row in packing.rows if 0 < row.bits < 16]
+        sizes = [row.stored_bytes for row in packed if row.stored_bytes * 8 >= row.bits * prod(row.shape)]
+        assert sum(sizes) > kept[2] / 5
         found.append([parameter.grad for parameter in model.parameters()])
     for stayed, moved in zip(*found, strict=True):
         torch.testing.assert_close(moved, stayed, rtol=0, atol=0)
-    assert kept[-1] < 0.7 * kept[2]
+    assert kept[-1] < kept[2] - sum(sizes) + max(sizes) + 2 * host_copy.ON_THE_WAY  # the last may be on its way
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
