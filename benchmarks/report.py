@@ -137,6 +137,20 @@ def steps(records: Records) -> str:
     return sourced(header, by_model(records, lambda r: r["model"], cells), records, "steps")
 
 
+def other_fields() -> str:
+    """Steps of models of other fields, eager and compiled."""
+
+    def cells(r: Record, dense: Record | None) -> list[str]:
+        row = [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib"))]
+        compared = [f"{1 - r['cosine']:.1e}", f"{r['loss_off']:g}"] if "cosine" in r else ["-", "-"]
+        return [*row, figure(r, dense, "step_ms", 1), *compared]
+
+    records = select("steps", table="other fields")
+    rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)
+    header = ["method", "activations MiB", "peak MiB", "ms a step", "1 - cosine", "loss off by"]
+    return sourced(header, rows, records, "steps")
+
+
 def text(table: str) -> str:
     """Steps of a language model by method, for each mode and number of tokens."""
 
@@ -149,6 +163,19 @@ def text(table: str) -> str:
     title = lambda r: f"{r['batch']} x {r['tokens']:,} tokens, {r['mode']}"  # noqa: E731
     header = ["method", "kept MiB", "peak MiB", "s a step", *["cosine"] * (table == "adapters")]
     return sourced(header, by_model(records, title, cells), records, "text")
+
+
+def longest_text() -> str:
+    """The longest sequence that fits, on the line through what the process takes at two lengths."""
+    records = select("text", table="long", mode="eager")
+    rows = []
+    for method in dict.fromkeys(r["method"] for r in records):
+        taken = sorted((r["tokens"], r["reserved_mib"]) for r in records if r["method"] == method)
+        if len(taken) > 1:
+            (n0, m0), (n1, m1) = taken[0], taken[-1]
+            each = (m1 - m0) / (n1 - n0)
+            rows.append([method, *(f"{n1 + (1024 * gib - m1) / each:,.0f}" for gib in (24, 80))])
+    return sourced(["method", "24 GiB", "80 GiB"], rows, records, "text")
 
 
 def graphs(**of: str) -> str:
@@ -640,7 +667,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "brief": lambda: headline(brief=True),
     "trainer": lambda: steps(select("steps", table="trainer")),
     "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
+    "other_fields": other_fields,
     "long": lambda: text("long"),
+    "longest": longest_text,
+    "adapters": lambda: text("adapters"),
     "graphs": lambda: graphs(table="compiled", mode="reduce-overhead"),
     "replayed": lambda: graphs(table="graphs"),
     "gpus": several_gpus,
