@@ -143,11 +143,11 @@ def other_fields() -> str:
     def cells(r: Record, dense: Record | None) -> list[str]:
         row = [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib"))]
         compared = [f"{1 - r['cosine']:.1e}", f"{r['loss_off']:g}"] if "cosine" in r else ["-", "-"]
-        return [*row, figure(r, dense, "step_ms", 1), *compared]
+        return [*row, *(figure(r, dense, name, 1) for name in ("step_ms", "gpu_ms")), *compared]
 
     records = select("steps", table="other fields")
     rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)
-    header = ["method", "activations MiB", "peak MiB", "ms a step", "1 - cosine", "loss off by"]
+    header = ["method", "activations MiB", "peak MiB", "ms a step", "GPU ms", "1 - cosine", "loss off by"]
     return sourced(header, rows, records, "steps")
 
 
@@ -159,7 +159,8 @@ def text(table: str) -> str:
         row.append(figure(r, dense, "step_s", 3))
         return row + ([f"{r['cosine']:.4f}" if "cosine" in r else "-"] if table == "adapters" else [])
 
-    records = select("text", table=table)
+    records = sorted(select("text", table=table), key=lambda r: r["method"] != "dense")
+    records.sort(key=lambda r: (r["batch"], r["tokens"], r["mode"]))
     title = lambda r: f"{r['batch']} x {r['tokens']:,} tokens, {r['mode']}"  # noqa: E731
     header = ["method", "kept MiB", "peak MiB", "s a step", *["cosine"] * (table == "adapters")]
     return sourced(header, by_model(records, title, cells), records, "text")
@@ -174,7 +175,7 @@ def longest_text() -> str:
         if len(taken) > 1:
             (n0, m0), (n1, m1) = taken[0], taken[-1]
             each = (m1 - m0) / (n1 - n0)
-            rows.append([method, *(f"{n1 + (1024 * gib - m1) / each:,.0f}" for gib in (24, 80))])
+            rows.append([method, *(f"{round(n1 + (1024 * gib - m1) / each, -3):,.0f}" for gib in (24, 80))])
     return sourced(["method", "24 GiB", "80 GiB"], rows, records, "text")
 
 
