@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from itertools import cycle
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -13,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from benchmarks.evidence import findings
-from benchmarks.report import Records, groups, load, main_study, model_name, quickest, score, select, words
+from benchmarks.report import HEADLINE, Records, groups, load, main_study, model_name, quickest, score, select, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,6 +74,27 @@ def explain(figure: Figure, styles: dict[str, Any]) -> None:
         Line2D([], [], color=color, marker=marker, linestyle="", label=m) for m, (color, marker) in styles.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=len(handles))
+
+
+def gain() -> Figure:
+    """Draw the peak of a compiled step against its time: small dots for models, a large one for their mean."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    by_model = groups((r for r in select("steps", table="compiled", mode="default") if r["model"] in HEADLINE), "model")
+    styles = {"dense": ("black", "o")} | dict(zip(COMPILED_METHODS, STYLES, strict=False))
+    for method, (color, marker) in styles.items():
+        points = []
+        for records in by_model.values():
+            dense = next(r for r in records if r["method"] == "dense")
+            points += [[r[k] / dense[k] for k in ("peak_mib", "step_ms")] for r in records if r["method"] == method]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker, color=color, markersize=4, alpha=0.35, linestyle="")
+        axes.plot(geometric_mean(x), geometric_mean(y), marker, color=color, markersize=11)
+    axes.set_xlim(0.2, 1.05)
+    axes.set_xlabel("peak of a step, compiled dense = 1")
+    axes.set_ylabel("time of a step, compiled dense = 1")
+    explain(figure, styles)
+    return figure
 
 
 def frontier() -> Figure:
@@ -168,6 +190,7 @@ def timeline() -> Figure:
 def draw_all(folder: Path) -> None:
     """Draw all pictures into a folder."""
     with matplotlib.rc_context(SETTINGS):
+        save(gain(), folder / "gain.png")
         save(frontier(), folder / "frontier.png", colors=256)
         save(compiled_frontier(), folder / "frontier_compiled.png")
         save(differences(), folder / "trainings.png")

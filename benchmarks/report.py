@@ -94,13 +94,6 @@ def quickest(record: Record) -> float:
     return float(min(record.get("step_ms_rounds") or [record["step_ms"]]))
 
 
-def time_change(record: Record, dense: Record) -> str:
-    """Return the change of the time of a step, by quickest turns and by medians where these differ."""
-    ratios = sorted((quickest(record) / quickest(dense), record["step_ms"] / dense["step_ms"]))
-    least, most = map(percent, ratios)
-    return least if least == most else f"{least.removesuffix(' %')} to {most}"
-
-
 def by_model(
     records: Records, title: Callable[[Record], str], cells: Callable[[Record, Record | None], list[str]]
 ) -> list[list[str]]:
@@ -241,34 +234,31 @@ def budgets() -> str:
 
 
 HEADLINE = {
-    "vit_base_patch16_224": ("ViT-B/16", "vit"),
-    "GPT2LMHeadModel": ("GPT-2", "gpt"),
-    "LlamaForCausalLM, 1.1B": ("Llama, 1.1 billion parameters", None),
-    "resnet50": ("ResNet-50", "resnet"),
-    "resmlp_12_224": ("ResMLP-12", "resmlp"),
-    "UNet": ("U-Net", None),
-    "BertForSequenceClassification": ("BERT", None),
+    "vit_base_patch16_224": "ViT-B/16",
+    "convnext_tiny": "ConvNeXt-T",
+    "resnet50": "ResNet-50",
+    "GPT2LMHeadModel": "GPT-2",
+    "LlamaForCausalLM, 1.1B": "Llama, 1.1 billion parameters",
+    "BertForSequenceClassification": "BERT",
+    "UNet": "U-Net",
+    "resmlp_12_224": "ResMLP-12",
 }
-"""Models of the first tables: title, and the task that trains a small one of the kind."""
+"""Models of the first table and the first picture, with their titles."""
 
 
-def headline(brief: bool) -> str:
-    """Memory, time and accuracy of compiled models, checkpointed and with `max`, beside the compiled dense one."""
-    rows = []
-    for model, (title, task) in HEADLINE.items():
+def headline() -> str:
+    """Peaks and times of compiled models, with `max` and checkpointed, beside the compiled dense one."""
+    rows, records, ratios = [], [], []
+    for model, title in HEADLINE.items():
         found = {r["method"]: r for r in select("steps", table="compiled", model=model, mode="default")}
-        dense, checkpoint, ours = (found[method] for method in ("dense", "checkpoint", "max"))
-        between, cells = "<br>" if brief else " ", []
-        for name in ("activations_mib", "peak_mib"):
-            cell = f"**{percent(ours[name] / dense[name])}**{between}({percent(checkpoint[name] / dense[name])})"
-            cells.append(cell if brief else f"{dense[name]:.0f} MiB: {cell}")
-        cells.append(f"**{time_change(ours, dense)}**{between}({time_change(checkpoint, dense)})")
-        study = main_study(task) if task else []
-        change = preset_finding("max", study)[1] if study else None
-        unit = "loss" if task == "gpt" else "points"
-        cells.append(f"{change.cells(score(study)[1])[0].removesuffix(' *')} {unit}" if change else "not measured")
-        rows.append([title if brief else f"{title}, batch {dense['batch']}", *cells])
-    return markdown(["model", "activations", "peak memory", "time of a step", "accuracy"], rows)
+        dense, ours, checkpoint = (found[method] for method in ("dense", "max", "checkpoint"))
+        records += [dense, ours, checkpoint]
+        ratios.append([r[name] / dense[name] for name in ("peak_mib", "step_ms") for r in (ours, checkpoint)])
+        rows.append([title, *map(percent, ratios[-1])])
+    means = map(statistics.geometric_mean, zip(*ratios, strict=True))
+    rows.append(["**mean**", *(f"**{percent(mean)}**" for mean in means)])
+    header = ["model", "peak", "peak, checkpointing", "time", "time, checkpointing"]
+    return sourced(header, rows, records, "steps")
 
 
 def peak() -> str:
@@ -664,8 +654,8 @@ def savings() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "headline": lambda: headline(brief=False),
-    "brief": lambda: headline(brief=True),
+    "headline": headline,
+    "brief": headline,
     "trainer": lambda: steps(select("steps", table="trainer")),
     "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
     "other_fields": other_fields,
