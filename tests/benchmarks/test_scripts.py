@@ -52,6 +52,7 @@ def test_steps_on_two_devices(tmp_path):
     assert record["samples_per_s"] == round(2 * record["batch"] / record["step_ms"] * 1e3, 1)
 
 
+@pytest.mark.nightly
 def test_compiled_steps(tmp_path):
     arguments = "--table", "compiled", "--mode", "aot_eager", "--methods", "max"
     [record] = records_of(tmp_path, "bench_step", *arguments)
@@ -78,6 +79,7 @@ def test_language_models(tmp_path):
 
 
 @pytest.mark.parametrize(("axis", "field"), only([("batch", "batch"), ("depth", "size")], ("batch", "batch")))
+@pytest.mark.nightly
 def test_the_largest_batch_and_model(axis, field, tmp_path):
     [record] = records_of(tmp_path, "bench_batch_size", "--axis", axis, "--methods", "max")
     assert record[field] == bench_batch_size.QUICK_LARGEST
