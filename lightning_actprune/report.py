@@ -27,7 +27,9 @@ _NAMES: dict[Operator, str] = {
 }
 MOST_NAMED = 3
 """How many names a sentence lists before it says "and N more"."""
-_PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
+MOST_REASONS = 2
+"""How many reasons for dense layers have a line of their own."""
+_PLACE = re.compile(r"(?<![^.'])\d+(?=\.)")
 """Numbers in the name of a layer, except in the last part: that of ``blocks.0.fc1``, not that of ``net.0``."""
 MAX_ROWS = 40
 """Rows that a table shows; the others share one row."""
@@ -101,6 +103,16 @@ class BlockReport:
     reason: str | None = None
 
 
+class Measured(Protocol):
+    """What a training step keeps, in words."""
+
+    def describe_sizes(self) -> list[str]:
+        """Return lines on activations and on the peak."""
+
+    def describe_rest(self) -> list[str]:
+        """Return lines on the largest of what is kept."""
+
+
 @dataclass
 class ConversionReport:
     """What a conversion did: each layer that the settings cover is listed, converted or with a reason.
@@ -110,12 +122,14 @@ class ConversionReport:
         saved: How tensors of other operations are kept, ``None`` if they stay uncompressed.
         uncovered: How many layers of each operator neither the preset nor a rule covers.
         blocks: One row per module that should run again in backward, in the order of the model.
+        memory: What a step keeps, if it was measured (``analysis.memory.MemoryReport``).
     """
 
     layers: list[LayerReport] = field(default_factory=list)
     saved: Keep | None = None
     uncovered: Counter[Operator] = field(default_factory=Counter)
     blocks: list[BlockReport] = field(default_factory=list)
+    memory: Measured | None = field(default=None, compare=False)
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -151,13 +165,19 @@ class ConversionReport:
         for rows in group_by_reason(self.refused):
             for kind in list_kinds(rows):
                 names = config.shorten([row.fqn for row in rows if row.kind == kind])
-                lines.append(f"  {names} ({kind}): {rows[0].reason}")
+                lines.append(f"  {names} ({kind}): {reason_of(rows)}")
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return at most eight lines: activations and peak if measured, settings, and what stays dense and why."""
+        memory = self.memory
+        sizes, rest = ([], []) if memory is None else (memory.describe_sizes(), memory.describe_rest())
+        return "\n".join([*sizes, *describe_layers(self, {}), *rest])
 
     def __str__(self) -> str:
         """Return a summary and a table of the layers."""
         tables = [tabulate_conversion(self, {})] if self.layers else []
-        return "\n".join([as_text(describe_conversion(self, {}, reasons=not tables)), *map(as_text, tables)])
+        return "\n".join([as_text(describe_conversion(self, {})), *map(as_text, tables)])
 
     def to_rows(self) -> list[dict[str, str | float | None]]:
         """Return one flat row per layer: ``pandas.DataFrame(report.to_rows())`` is a table."""
@@ -171,13 +191,17 @@ class ConversionReport:
         return {"layers": layers, "saved_bits": saved, "uncovered": dict(self.uncovered), "blocks": blocks}
 
 
-def describe_conversion(report: ConversionReport, last: Mapping[str, float], *, reasons: bool = True) -> str:
-    """Return a summary: the settings of each operator, and which layers are dense.
+def describe_layers(report: ConversionReport, last: Mapping[str, float]) -> list[str]:
+    """Return a line on the settings, and lines on what stays dense; ``last``: sparsities at the end of training."""
+    return [describe_conversion(report, last), *describe_reasons(report.refused)]
+
+
+def describe_conversion(report: ConversionReport, last: Mapping[str, float]) -> str:
+    """Return the settings of each operator, and how many layers are dense.
 
     Args:
         report: The conversion.
         last: Sparsity of each layer at the end of training.
-        reasons: Whether to say why layers are dense; a table says it too.
     """
     counts: dict[tuple[Operator, str], int] = Counter(
         (layer.operator, layer.describe(last.get(layer.fqn))) for layer in report.converted
@@ -194,29 +218,35 @@ def describe_conversion(report: ConversionReport, last: Mapping[str, float], *, 
         f"{name} ({number} {kind}, {describe_inputs(how)})" for (name, kind, how), number in blocks.items() if how
     ]:
         parts.append(f"Run again in backward: {join_names(repeated)}.")
-    if report.refused and reasons:
-        parts.append(f"Dense: {describe_reasons(report.refused)}.")
     return " ".join(parts)
 
 
-def describe_reasons(layers: Sequence[LayerReport | BlockReport]) -> str:
-    """Return each reason once, after the names of a few layers that it holds for."""
-    groups, parts = group_by_reason(layers), []
-    for group in groups[:MOST_NAMED]:
+def describe_reasons(layers: Sequence[LayerReport | BlockReport]) -> list[str]:
+    """Return a line for each of the reasons that hold for most layers, and how many have others."""
+    groups = sorted(group_by_reason(layers), key=len, reverse=True)
+    lines = []
+    for group in groups[:MOST_REASONS]:
         places = group_by_place(group, lambda row: row.kind)
         names = join_names([name for name, _ in places[:MOST_NAMED]])
         more = sum(len(members) for _, members in places[MOST_NAMED:])
-        parts.append(f"{names}{f' and {more} more' if more else ''}: {group[0].reason}")
-    rest = sum(map(len, groups[MOST_NAMED:]))
-    return "; ".join(parts) + (f"; and {rest} more (see `skipped`)" if rest else "")
+        lines.append(f"Dense: {names}{f' and {more} more' if more else ''}: {reason_of(group)}.")
+    if rest := sum(map(len, groups[MOST_REASONS:])):
+        lines[-1] += f" For {rest} more see `skipped`."
+    return lines
 
 
 def group_by_reason(rows: Sequence[LayerReport | BlockReport]) -> list[list[LayerReport | BlockReport]]:
-    """Return the rows of dense layers and blocks in groups of one reason each."""
-    groups: dict[str | None, list[LayerReport | BlockReport]] = {}
+    """Return the rows of dense layers and blocks in groups of one reason each, which may name modules of each block."""
+    groups: dict[str, list[LayerReport | BlockReport]] = {}
     for row in rows:
-        groups.setdefault(row.reason, []).append(row)
+        groups.setdefault(_PLACE.sub("*", row.reason or ""), []).append(row)
     return list(groups.values())
+
+
+def reason_of(group: Sequence[LayerReport | BlockReport]) -> str:
+    """Return the reason of a group, with ``*`` for numbers in names if they differ."""
+    reasons = {row.reason or "" for row in group}
+    return reasons.pop() if len(reasons) == 1 else _PLACE.sub("*", reasons.pop())
 
 
 def list_kinds(rows: Sequence[LayerReport | BlockReport]) -> list[str]:
@@ -232,7 +262,7 @@ def tabulate_conversion(report: ConversionReport, last: Mapping[str, float]) -> 
     for group in group_by_reason(report.refused):
         for kind, rows in ((kind, [row for row in group if row.kind == kind]) for kind in list_kinds(group)):
             names, rest = cut_rows([name for name, _ in group_by_place(rows, lambda _: None)])
-            table.add_row(", ".join([*names, *(["..."] if rest else [])]), kind, f"dense: {group[0].reason}")
+            table.add_row(", ".join([*names, *(["..."] if rest else [])]), kind, f"dense: {reason_of(group)}")
     return table
 
 

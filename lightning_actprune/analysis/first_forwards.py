@@ -69,6 +69,11 @@ class FirstForwards:
             self._handles = [before, model.register_forward_hook(leave, always_call=True)]
             detach_with_revert(model, self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it watches the next forward."""
+        return bool(self._handles)
+
     def detach(self) -> None:
         """Watch no further forward; ``revert`` does it, too."""
         while self._handles:
@@ -103,7 +108,7 @@ class FirstForwards:
         if isinstance(watch, RetentionProbe):
             self._probe = watch
         else:
-            self.memory = watch.report()
+            self.memory = self._report.memory = watch.report()
             self.detach()
 
 

@@ -34,21 +34,38 @@ from lightning_actprune.analysis.recorder import (
     hooks_are_innermost,
     input_layers,
 )
-from lightning_actprune.analysis.step_memory import StepMemory
+from lightning_actprune.analysis.step_memory import LOSSES, StepMemory
 from lightning_actprune.codec.private import FOR_FAKES, refusal
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import in_compiled_region, is_recomputation
 from lightning_actprune.report import (
+    MOST_NAMED,
     as_text,
     cut_rows,
     describe_keep,
     group_by_place,
+    join_names,
     make_table,
     mib,
     percent,
 )
+
+_OUT_OF_REACH = 1 / 3
+"""Share of what a dense model keeps from which on uncovered operations are named."""
+_LOGITS_ADVICE = (
+    "Compute head and loss together, so that the logits are never held at once: by "
+    "`torch.nn.functional.linear_cross_entropy` with `options` (torch 2.14 and newer), or by Liger's fused loss."
+)
+_ADVICE = (
+    (("lstm", "gru", "rnn"), "Recurrent layers are not covered: shorter sequences keep less."),
+    (tuple(f"({name}" for name in LOSSES), _LOGITS_ADVICE),
+)
+"""Advice by words in the names of operations."""
+_ANY_ADVICE = "A preset or a rule that covers these modules, or activation checkpointing, keeps less."
+_FULL = 0.999
+"""Share of the most kept bytes from which on a moment of the forward counts as its end."""
 
 
 @dataclass
@@ -99,6 +116,7 @@ class MemoryReport:
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
         compiled_bytes: Part of ``other_bytes`` that compiled code keeps.
         step: Memory over the whole step, if it was recorded.
+        compiled: How compiled code keeps its values, if it is known.
     """
 
     rows: list[LayerFootprint] = field(default_factory=list)
@@ -108,6 +126,7 @@ class MemoryReport:
     measured_peak_bytes: int | None = None
     compiled_bytes: int = 0
     step: StepMemory | None = None
+    compiled: Sequence[Row] = ()
 
     @property
     def stored_bytes(self) -> int:
@@ -138,6 +157,20 @@ class MemoryReport:
     def __str__(self) -> str:
         """Return the sentence on the whole model, and a table of the layers."""
         return f"{describe_memory(self)}\n{as_text(tabulate_memory(self))}"
+
+    def describe_sizes(self) -> list[str]:
+        """Return a line on activations, dense and now, and one on the peak if the step was recorded."""
+        return [describe_memory(self), *([] if self.step is None else [_describe_peak(self, self.step)])]
+
+    def describe_rest(self) -> list[str]:
+        """Return a line on the largest of what is kept, and advice if much of it is uncompressed."""
+        if self.step is None:
+            return []
+        groups = [(group.label, group.nbytes) for group in self.step.groups(self.step.forward_end)]
+        if self.compiled:
+            groups = [(f"{name}, {how}", stored) for name, how, _, stored in group_compiled(self.compiled)]
+        largest = join_names([f"{label} {mib(nbytes)} MiB" for label, nbytes in groups[:MOST_NAMED]])
+        return [f"Largest of what is kept: {largest}.", *filter(None, [describe_uncovered(self)])]
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.
@@ -328,34 +361,95 @@ def group_compiled(rows: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
         yield name if len(members) == 1 else f"{name} ({len(members)})", how, dense, stored
 
 
-def describe_memory(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
-    """Return a sentence with the memory of the whole model, now and dense.
-
-    Args:
-        report: The measurement.
-        compiled: How compiled code keeps its values, if known.
-    """
+def describe_memory(report: MemoryReport) -> str:
+    """Return a sentence with the memory of the whole model, now and dense."""
     stored = f"{mib(report.stored_bytes)} MiB"
     if report.dense_bytes is None:
-        read = f"backward reads {mib(sum(row.dense_bytes for row in compiled))} MiB"
-        return (
-            f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose "
-            f"{read if compiled else 'layers are not seen one by one'}; what the dense model would keep is unknown."
-        )
+        if not report.compiled:
+            return f"Activations: {stored}; compiled code hides what the dense model would keep."
+        dense = mib(sum(row.dense_bytes for row in report.compiled))
+        return f"Activations: {stored}; uncompressed, compiled code would keep up to {dense} MiB."
     if report.dense_bytes == report.stored_bytes:
         return f"Activations: {stored}, as in the dense model."
     change = -100 * (report.saved_fraction or 0.0)
     return f"Activations: {mib(report.dense_bytes)} MiB dense -> {stored} ({change:+.1f} %)."
 
 
-def tabulate_memory(report: MemoryReport, epoch: int | None = None, compiled: Sequence[Row] = ()) -> Table:
-    """Return a table of what each linear layer, each other pruned layer and compiled code keeps, with totals.
+def describe_uncovered(report: MemoryReport) -> str:
+    """Return who keeps uncovered tensors, with advice, if these exceed a third of what the dense model keeps.
 
-    Args:
-        report: The measurement.
-        epoch: Epoch of the measurement.
-        compiled: How compiled code keeps its values, if known.
+    Otherwise return the same for the logits, covered or not, if they exceed a third of what is kept or of the peak.
     """
+    step = report.step
+    if step is None:
+        return ""
+    if report.dense_bytes is None or not any(storage.covered for storage in step.retained):
+        return _describe_logits(step)
+    groups = step.groups(step.forward_end, uncovered=True)
+    total = sum(group.nbytes for group in groups)
+    if total <= report.dense_bytes * _OUT_OF_REACH:
+        return _describe_logits(step)
+    largest = groups[:MOST_NAMED]
+    keepers = join_names([f"{group.label} {mib(group.nbytes)} MiB" for group in largest])
+    hints = [hint for words, hint in _ADVICE if any(word in group.label for group in largest for word in words)]
+    shares = _describe_logits_shares(step)
+    if shares and _LOGITS_ADVICE not in hints:
+        hints.append(_LOGITS_ADVICE)
+    return (
+        f"Kept uncompressed: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
+        f"{keepers}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
+    )
+
+
+def _describe_logits(step: StepMemory) -> str:
+    shares = _describe_logits_shares(step).lstrip()
+    return f"{shares} HINT: {_LOGITS_ADVICE}" if shares else ""
+
+
+def _describe_logits_shares(step: StepMemory) -> str:
+    """Return the share of the logits in what is kept and in the peak, where it exceeds a third."""
+    peak = step.peak_in()
+    if peak is None:
+        return ""
+    end = step.forward_end
+    saved = sum(storage.nbytes for storage in step.retained if storage.is_of_loss and storage.is_kept_at(end))
+    parts = (
+        (saved, step.activation_bytes[end], "what is kept"),
+        (step.logits_bytes(peak), step.peak_bytes, "the peak, including what the loss computes from them"),
+    )
+    shares = [
+        f"{mib(part)} MiB ({percent(part / whole)}) of {what}"
+        for part, whole, what in parts
+        if part > whole * _OUT_OF_REACH
+    ]
+    return f" Logits are {join_names(shares)}." if shares else ""
+
+
+def _describe_peak(report: MemoryReport, step: StepMemory) -> str:
+    """Return the peak, about that of the dense model, and where it is."""
+    index = step.peak_in()
+    if index is None:
+        return ""
+    now, kind = f"{mib(step.peak_bytes)} MiB", "measured" if step.measured else "counted, without temporary tensors"
+    if report.saved_bytes:
+        dense = step.peak_with((report.dense_bytes or 0) / max(report.stored_bytes, 1))
+        now = f"about {mib(dense)} MiB dense -> {now} ({100 * (step.peak_bytes / dense - 1):+.1f} %)"
+    return f"Peak of the step: {now}, {_describe_moment(step, index)} ({kind})."
+
+
+def _describe_moment(step: StepMemory, index: int) -> str:
+    moment = step.moments[index]
+    if moment.phase == "optimizer":
+        return "in the optimizer step"
+    if moment.phase == "forward" and step.activation_bytes[index] >= _FULL * max(step.activation_bytes):
+        return "at the end of the forward"
+    where = f" of {moment.fqn!r}" if moment.fqn else ""
+    operator = f" ({moment.operator})" if moment.operator else ""
+    return f"in the {moment.phase}{where}{operator}"
+
+
+def tabulate_memory(report: MemoryReport, epoch: int | None = None) -> Table:
+    """Return a table of what each linear layer, each other pruned layer and compiled code keeps, with totals."""
     title = "Kept for backward" + ("" if epoch is None else f", epoch {epoch}")
     table = make_table(title, "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")
     groups, rest = cut_rows(group_by_place(report.rows, _describe_layer))
@@ -365,11 +459,11 @@ def tabulate_memory(report: MemoryReport, epoch: int | None = None, compiled: Se
         more = [row for _, rows in rest for row in rows]
         table.add_row(f"... and {len(more)} more", "", *_sum_cells(more))
     table.add_section()
-    for name, how, dense, stored in group_compiled(compiled):
+    for name, how, dense, stored in group_compiled(report.compiled):
         table.add_row(name, how, *_format_cells(dense, stored))
-    if compiled:
+    if report.compiled:
         table.add_section()
-    others = max(0, report.other_bytes - sum(row.stored_bytes for row in compiled))
+    others = max(0, report.other_bytes - sum(row.stored_bytes for row in report.compiled))
     table.add_row("Everything else", "", *_format_cells(report.other_dense_bytes, others))
     table.add_row("Whole model", "", *_format_cells(report.dense_bytes, report.stored_bytes))
     if report.measured_activation_bytes is not None:

@@ -206,10 +206,18 @@ class StepMemory:
     def bytes_without(self, fraction: float) -> list[int]:
         """Return the upper bound of M_i at each moment if this fraction of the activations were not kept."""
         check_share(fraction, "fraction")
+        return self._bytes_with(1 - fraction)
+
+    def _bytes_with(self, factor: float) -> list[int]:
+        """Return M_i at each moment if ``factor`` times as much were kept."""
         lowest = ends = self.activation_bytes
         if self.measured:
             lowest = [min(before, end) for before, end in zip(ends[:1] + ends, ends, strict=False)]
-        return [round(m - fraction * a) for m, a in zip(self.interval_bytes, lowest, strict=True)]
+        return [round(m + (factor - 1) * a) for m, a in zip(self.interval_bytes, lowest, strict=True)]
+
+    def peak_with(self, factor: float) -> int:
+        """Return about the peak in bytes if ``factor`` times as much were kept, as in the dense model."""
+        return max(self._bytes_with(factor), default=0)
 
     def peak_without(self, fraction: float) -> int:
         """Return the upper bound of the peak in bytes if this fraction of the activations were not kept."""

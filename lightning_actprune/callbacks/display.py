@@ -14,8 +14,8 @@ from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune import config
-from lightning_actprune.analysis.memory import MemoryReport, group_compiled
-from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
+from lightning_actprune.analysis.memory import group_compiled
+from lightning_actprune.analysis.step_memory import PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.report import (
@@ -36,21 +36,6 @@ from lightning_actprune.report import (
 
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12
-_OUT_OF_REACH = 1 / 3
-"""Share of what a dense model keeps from which on uncovered operations are named."""
-_LOGITS_ADVICE = (
-    "Compute head and loss together, so that the logits are never held at once: by "
-    "`torch.nn.functional.linear_cross_entropy` with `options` (torch 2.14 and newer), or by Liger's fused loss."
-)
-_ADVICE = (
-    (("lstm", "gru", "rnn"), "Recurrent layers are not covered: shorter sequences keep less."),
-    (tuple(f"({name}" for name in LOSSES), _LOGITS_ADVICE),
-)
-"""Advice by words in the names of operations."""
-_ANY_ADVICE = "A preset or a rule that covers these modules, or activation checkpointing, keeps less."
-_FRACTIONS = {0.5: "half", 1.0: "all"}
-_FULL = 0.999
-"""Share of the most kept bytes from which on a moment of the forward counts as its end."""
 
 
 @rank_zero_only
@@ -77,8 +62,9 @@ def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[
         yield (
             f"Activation pruning: {format_count(len(decision.retained), _name_kind(decision.retained))} {does} dense, "
             f"since packing {what} would add memory (skip_retained=False packs {them} anyway); "
-            f"{remaining} {'is' if remaining == 1 else 'are'} converted. {describe_reasons(decision.retained)}."
+            f"{remaining} {'is' if remaining == 1 else 'are'} converted."
         )
+        yield from describe_reasons(decision.retained)
     if decision.idle:
         is_one = len(decision.idle) == 1
         names = config.shorten([layer.fqn for layer in decision.idle])
@@ -151,74 +137,6 @@ def _name_kind(layers: Iterable[LayerReport]) -> str:
     return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
 
 
-def describe_uncovered(report: MemoryReport) -> str:
-    """Return who keeps uncovered tensors, with advice, if these exceed a third of what the dense model keeps.
-
-    Otherwise return the same for the logits, covered or not, if they exceed a third of what is kept or of the peak.
-    """
-    step = report.step
-    if step is None:
-        return ""
-    if report.dense_bytes is None or not any(storage.covered for storage in step.retained):
-        return _describe_logits(step)
-    groups = step.groups(step.forward_end, uncovered=True)
-    total = sum(group.nbytes for group in groups)
-    if total <= report.dense_bytes * _OUT_OF_REACH:
-        return _describe_logits(step)
-    largest = groups[:MOST_NAMED]
-    keepers = join_names([f"{group.label} {mib(group.nbytes)} MiB" for group in largest])
-    hints = [hint for words, hint in _ADVICE if any(word in group.label for group in largest for word in words)]
-    shares = _describe_logits_shares(step)
-    if shares and _LOGITS_ADVICE not in hints:
-        hints.append(_LOGITS_ADVICE)
-    return (
-        f"Kept uncompressed: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
-        f"{keepers}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
-    )
-
-
-def _describe_logits(step: StepMemory) -> str:
-    shares = _describe_logits_shares(step).lstrip()
-    return f"{shares} HINT: {_LOGITS_ADVICE}" if shares else ""
-
-
-def _describe_logits_shares(step: StepMemory) -> str:
-    """Return the share of the logits in what is kept and in the peak, where it exceeds a third."""
-    peak = step.peak_in()
-    if peak is None:
-        return ""
-    end = step.forward_end
-    saved = sum(storage.nbytes for storage in step.retained if storage.is_of_loss and storage.is_kept_at(end))
-    parts = (
-        (saved, step.activation_bytes[end], "what is kept"),
-        (step.logits_bytes(peak), step.peak_bytes, "the peak, including what the loss computes from them"),
-    )
-    shares = [
-        f"{mib(part)} MiB ({percent(part / whole)}) of {what}"
-        for part, whole, what in parts
-        if part > whole * _OUT_OF_REACH
-    ]
-    return f" Logits are {join_names(shares)}." if shares else ""
-
-
-def describe_peak(step: StepMemory) -> str:
-    """Return where the peak is, and an upper bound of it with fewer activations."""
-    index = step.peak_in()
-    if index is None:
-        return ""
-    kind = "measured" if step.measured else "counted, without temporary tensors"
-    text = f"Peak of the step: {mib(step.peak_bytes)} MiB ({kind}), {_describe_moment(step, index)}"
-    if step.moments[index].phase == "backward":
-        text += f", where {percent(step.activation_bytes[index] / max(*step.activation_bytes, 1))} is kept of what the "
-        text += "forward kept"
-    text += "."
-    for fraction, name in _FRACTIONS.items():
-        without = step.bytes_without(fraction)
-        peak = max(range(len(without)), key=without.__getitem__)
-        text += f" With {name} of the activations gone: {mib(without[peak])} MiB, {_describe_moment(step, peak)}."
-    return text
-
-
 def tabulate_step(step: StepMemory, epoch: int) -> Table:
     """Return a table of the bytes in use at the peak of each phase, by kind."""
     indices = {phase: index for phase in PHASES if (index := step.peak_in(phase)) is not None}
@@ -251,14 +169,3 @@ def tabulate_keepers(step: StepMemory, epoch: int) -> Table:
     for label, count, nbytes in rows:
         table.add_row(label, str(count), mib(nbytes), percent(nbytes / total) if total else "-")
     return table
-
-
-def _describe_moment(step: StepMemory, index: int) -> str:
-    moment = step.moments[index]
-    if moment.phase == "optimizer":
-        return "in the optimizer step"
-    if moment.phase == "forward" and step.activation_bytes[index] >= _FULL * max(step.activation_bytes):
-        return "at the end of the forward"
-    where = f" of {moment.fqn!r}" if moment.fqn else ""
-    operator = f" ({moment.operator})" if moment.operator else ""
-    return f"in the {moment.phase}{where}{operator}"

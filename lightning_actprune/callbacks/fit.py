@@ -75,6 +75,11 @@ class TrainerCallback(pl.Callback):
     without_trainer: ClassVar[str]
     """What does the same in a training loop without a Trainer."""
 
+    @property
+    def tells_layers(self) -> bool:
+        """Whether it prints what an ``ActivationPruning`` has converted."""
+        return False
+
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Called by Fabric when a module is set up: refuse."""
         name = type(self).__name__

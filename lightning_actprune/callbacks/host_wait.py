@@ -10,10 +10,11 @@ import torch
 from lightning_actprune.callbacks.compiled import is_compiled
 from lightning_actprune.callbacks.cuda_graphs import why_eager
 from lightning_actprune.codec.private import delay
+from lightning_actprune.report import percent
 
 WAIT_STEPS = 4
 """Steps that are measured."""
-LONG_WAIT = 0.15
+LONG_WAIT = 0.05
 """Share of a step from which on graphs are recommended."""
 
 
@@ -82,6 +83,6 @@ def describe_wait(step_ms: float, busy_ms: float) -> str:
     if waits < LONG_WAIT * step_ms:
         return ""
     return (
-        f"Activation pruning: in a step of {step_ms:.0f} ms the GPU waits for Python for about {waits:.0f} ms. HINT: "
+        f"The GPU waits for Python for {percent(waits / step_ms)} of a step of {step_ms:.0f} ms. HINT: "
         "`ActivationPruning(cuda_graphs=True)` replays the model without Python."
     )

@@ -11,20 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, describe_memory, tabulate_memory
+from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter, tabulate_memory
 from lightning_actprune.analysis.plots import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
-from lightning_actprune.callbacks.display import (
-    describe_peak,
-    describe_uncovered,
-    show,
-    tabulate_keepers,
-    tabulate_step,
-)
+from lightning_actprune.callbacks.display import show, tabulate_keepers, tabulate_step
 from lightning_actprune.callbacks.fit import (
     CurrentFit,
     TrainerCallback,
@@ -60,11 +53,11 @@ class ActivationMemoryMonitor(TrainerCallback):
     the requested bytes over the forward, and bytes in use over the step. For this it resets the peak statistics of the
     device many times in the measured step of an epoch.
 
-    It prints once per fit, after the first measured step: what the whole model keeps, dense and now; who keeps more
-    than a third of that uncompressed; what each layer keeps, with corresponding layers (``blocks.*.fc1``) in one row;
-    and the part of the step with the peak (forward, backward or optimizer step), with the peak that fewer activations
-    would give. ``report.step``, a ``StepMemory``, has all of it for every moment of the step. Without CUDA its bytes
-    are counted: parameters, gradients, optimizer state, batch and saved tensors, but no temporary tensors.
+    It prints once per fit, after the first measured step: what the whole model keeps, dense and now; the peak of the
+    step, where it is, and about that of the dense model; what ``ActivationPruning`` has converted, and why layers stay
+    dense; the largest of what is kept, and advice if more than a third of it is uncompressed. ``report.step``, a
+    ``StepMemory``, has all of it for every moment of the step. Without CUDA its bytes are counted: parameters,
+    gradients, optimizer state, batch and saved tensors, but no temporary tensors.
 
     At the end of each epoch it logs means over the ranks to every logger and to ``callback_metrics``, where
     ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them. ``callback_metrics`` and the progress bar get the values
@@ -132,6 +125,11 @@ class ActivationMemoryMonitor(TrainerCallback):
         self._meter: SavedTensorMeter | None = None
         self._recorder: StepMemoryRecorder | None = None
         self._requested_before = 0
+
+    @property
+    @override
+    def tells_layers(self) -> bool:
+        return bool(self.verbose)
 
     @property
     def report(self) -> MemoryReport | None:
@@ -214,7 +212,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         if self._recorder is not None and pl_module.automatic_optimization and not self._backward:
             self._stop()  # skipped, so it kept nothing: measure the next one
             self._epoch = None
-        if self._end_step() and self._report is not None:
+        if self._end_step(trainer) and self._report is not None:
             _log_at_once(trainer, pl_module, self._report, in_bar=bool(self.verbose))
             if self.verbose and not self._was_shown:
                 self._show(trainer, self._report)
@@ -230,7 +228,7 @@ class ActivationMemoryMonitor(TrainerCallback):
         if self.log_layers:
             _log_layers(trainer, report)
         if is_detailed(self.verbose):
-            show(trainer, tabulate_memory(report, trainer.current_epoch, _find_compiled_rows(trainer, report)))
+            show(trainer, tabulate_memory(report, trainer.current_epoch))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -255,17 +253,14 @@ class ActivationMemoryMonitor(TrainerCallback):
     # === Printing and measuring =======================================================================================
 
     def _show(self, trainer: pl.Trainer, report: MemoryReport) -> None:
-        """Print the report of a fit."""
+        """Print the report of a fit, with what each ``ActivationPruning`` has converted."""
         self._was_shown = True
-        epoch, step, detailed = trainer.current_epoch, report.step, is_detailed(self.verbose)
-        rows = _find_compiled_rows(trainer, report)
-        parts: list[RenderableType] = [describe_memory(report, rows), describe_uncovered(report)]
-        if not detailed:  # else the end of the epoch prints it
-            parts.append(tabulate_memory(report, epoch, rows))
-        if step is not None:
-            parts += [tabulate_keepers(step, epoch), tabulate_step(step, epoch)] if detailed else []
-            parts.append(describe_peak(step))
-        show(trainer, *(part for part in parts if part != ""))
+        prunings = [callback for callback in _find_prunings(trainer) if callback.is_told_by_monitor(trainer)]
+        layers = [line for callback in prunings for line in callback.describe()]
+        show(trainer, "\n".join([*report.describe_sizes(), *layers, *report.describe_rest()]))
+        epoch, step = trainer.current_epoch, report.step
+        if step is not None and is_detailed(self.verbose):
+            show(trainer, tabulate_keepers(step, epoch), tabulate_step(step, epoch))
 
     def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
@@ -286,7 +281,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             self._pending.measured_activation_bytes = _read_requested_bytes(pl_module.device) - self._requested_before
         self._close_meter()
 
-    def _end_step(self) -> bool:
+    def _end_step(self, trainer: pl.Trainer) -> bool:
         """Finish the measurement, if this step was measured; return True if it was."""
         if self._recorder is None:
             return False
@@ -299,6 +294,7 @@ class ActivationMemoryMonitor(TrainerCallback):
             return False
         report.step = step
         report.measured_peak_bytes = step.peak_bytes if step.measured else None
+        report.compiled = _find_compiled_rows(trainer, report)
         self._report, self._to_log = report, True
         self._history.append({"epoch": self._epoch, "step": self._step, **report.totals()})
         return True
@@ -318,14 +314,18 @@ class ActivationMemoryMonitor(TrainerCallback):
 
 
 # === What is measured =================================================================================================
+def _find_prunings(trainer: pl.Trainer) -> list[ActivationPruning]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, ActivationPruning)]
+
+
 def _find_compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
     """Return how compiled code keeps its values, as an ``ActivationPruning`` reports it.
 
     Rows of a graph that was compiled again count once. Return nothing if they exceed what the step has kept: then some
     belong to other graphs, for example of another batch size.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    rows = [row for callback in callbacks if isinstance(callback, ActivationPruning) for row in callback.compiled]
+    rows = [row for callback in _find_prunings(trainer) for row in callback.compiled]
     lengths = (n for n in range(1, len(rows) + 1) if len(rows) % n == 0 and rows == rows[:n] * (len(rows) // n))
     rows = rows[: next(lengths, 0)]
     return rows if sum(row.stored_bytes for row in rows) <= _AS_MUCH * report.compiled_bytes else []

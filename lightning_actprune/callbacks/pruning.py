@@ -55,7 +55,7 @@ from lightning_actprune.convert import (
 )
 from lightning_actprune.operators.hooks import explain
 from lightning_actprune.operators.sites import SiteDecisions
-from lightning_actprune.report import ConversionReport, LayerReport, describe_conversion, tabulate_conversion
+from lightning_actprune.report import ConversionReport, LayerReport, describe_layers, tabulate_conversion
 from lightning_actprune.schedules import SparsitySchedule
 
 COMPILES = "Activation pruning: the first step compiles kernels for this GPU, which takes up to 20 s once."
@@ -443,21 +443,34 @@ class ActivationPruning(TrainerCallback):
         """Whether a memory budget still has to choose; until then settings change and are not shown."""
         return self._budget is not None and self._budget.number is None
 
+    def describe(self) -> list[str]:
+        """Return lines on what is converted and what stays dense, as they are printed; none if nothing is."""
+        if not self.verbose or (self._budget is not None and self._report == ConversionReport()):  # all dense
+            return []
+        return describe_layers(self._report, self._progress.last)
+
+    def is_told_by_monitor(self, trainer: pl.Trainer) -> bool:
+        """Return whether an ``ActivationMemoryMonitor`` prints the lines with its own ones."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        tells = any(isinstance(each, TrainerCallback) and each.tells_layers for each in callbacks)
+        return tells and not is_detailed(self.verbose)
+
     def _show_conversion(self, trainer: pl.Trainer) -> None:
-        if self.verbose and not (self._budget is not None and self._report == ConversionReport()):  # all dense
-            tables = is_detailed(self.verbose) and bool(self._report.layers)
-            show(trainer, describe_conversion(self._report, self._progress.last, reasons=not tables))
-            if tables:
+        if (lines := self.describe()) and not self.is_told_by_monitor(trainer):
+            show(trainer, "\n".join(lines))
+            if is_detailed(self.verbose) and self._report.layers:
                 show(trainer, tabulate_conversion(self._report, self._progress.last))
 
     def _show(self, trainer: pl.Trainer, decision: Decision) -> None:
         if self.verbose and not self._is_undecided:
+            if self.is_told_by_monitor(trainer):
+                decision = decision._replace(retained=[])
             show(trainer, *describe_decision(decision, self._report))
             if is_detailed(self.verbose):
                 show(trainer, *tabulate_decision(decision))
 
     def _show_compiled(self, trainer: pl.Trainer, rows: list[Row]) -> None:
-        if self.verbose and rows and not self._is_undecided:
+        if self.verbose and rows and not self._is_undecided and not self.is_told_by_monitor(trainer):
             show(trainer, describe_compiled(rows))
             if is_detailed(self.verbose):
                 show(trainer, tabulate_compiled(rows))

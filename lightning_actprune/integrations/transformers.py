@@ -13,12 +13,12 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lightning_actprune.analysis.first_forwards import FirstForwards
-from lightning_actprune.analysis.memory import MemoryReport, describe_memory
+from lightning_actprune.analysis.memory import MemoryReport
 from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Config, PresetName, Rule, check_flag
 from lightning_actprune.convert import convert_and_check, new_owner, revert
-from lightning_actprune.report import MIB, ConversionReport, describe_conversion
+from lightning_actprune.report import MIB, ConversionReport
 
 
 class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
@@ -104,9 +104,10 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         self.report = convert_and_check(model, self._config, self._owner)
         self._compiled.begin(model)
         self._compiled.mark(model, unmarked_layers=not self.report.skipped)
-        self._show(state, describe_conversion(self.report, {}))
         if args.n_gpu <= 1:  # not the replicas of `DataParallel`
             self._watch = FirstForwards(model, self.report)
+        if self._watch is None or not self._watch.is_open:
+            self._show(state, self.report.summary())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
@@ -115,7 +116,7 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         self._compiled.news(model)
         if self.memory is not None and not self._was_shown:
             self._was_shown = True
-            self._show(state, describe_memory(self.memory))
+            self._show(state, self.report.summary())
 
     def on_log(
         self,

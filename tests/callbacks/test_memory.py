@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, describe_memory, tabulate_memory
+from lightning_actprune.analysis.memory import (
+    LayerFootprint,
+    MemoryReport,
+    describe_memory,
+    describe_uncovered,
+    tabulate_memory,
+)
 from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display, memory
 from lightning_actprune.compiled.decision_log import Row
@@ -458,8 +464,8 @@ def test_what_compiled_code_keeps_is_listed_and_no_part_of_everything_else():
         Row("c", ("aten.mm",), (8,), torch.float32, 2 * MIB, 0, "again", 0, "from another"),
         Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "uncompressed", 0, "it is a mask"),
     ]
-    report = MemoryReport([], 6 * MIB, None, compiled_bytes=4 * MIB)
-    result = {name: numbers for name, _, *numbers in cells(tabulate_memory(report, 7, compiled))}
+    report = MemoryReport([], 6 * MIB, None, compiled_bytes=4 * MIB, compiled=compiled)
+    result = {name: numbers for name, _, *numbers in cells(tabulate_memory(report, 7))}
     assert result["a.*.act (2)"] == ["8.00", "2.00", "75.0 %"]
     assert result["aten.where"] == ["1.00", "1.00", "0.0 %"]
     assert result["c"] == ["2.00", "0.00", "100.0 %"]
@@ -484,12 +490,20 @@ def step_of(*peaks: int | None) -> StepMemory:
 MEASURED = 9, 20, 30, 45, 30, 44
 
 
-def test_the_peak_is_that_of_now_and_with_half_and_all_of_the_activations_gone():
-    counted, measured = display.describe_peak(step_of()), display.describe_peak(step_of(*MEASURED))
-    assert re.findall(r"([0-9.]+) MiB", counted) == ["29.00", "19.00", "11.00"]
-    assert re.findall(r"([0-9.]+) MiB", measured) == ["45.00", "44.00", "44.00"]
-    assert ("counted" in counted, "measured" in measured, "block.1" in measured) == (True, True, True)
-    assert display.describe_peak(StepMemory(0, 0)) == ""
+def test_the_peak_is_that_of_now_and_about_that_of_the_dense_model():
+    for step, sizes in ((step_of(), ["49.00", "29.00"]), (step_of(*MEASURED), ["60.00", "45.00"])):
+        [_, peak] = MemoryReport(other_bytes=20 * MIB, dense_bytes=40 * MIB, step=step).describe_sizes()
+        assert re.findall(r"([0-9.]+) MiB", peak) == sizes
+        assert [word in peak for word in ("counted", "measured")] == [not step.measured, step.measured]
+        assert ("block.1" in peak) is step.measured  # else at the end of the forward
+        [_, peak] = MemoryReport(other_bytes=20 * MIB, dense_bytes=None, step=step).describe_sizes()
+        assert re.findall(r"([0-9.]+) MiB", peak) == sizes[1:]
+
+
+def test_the_largest_of_what_is_kept_is_named():
+    [line] = MemoryReport(other_bytes=20 * MIB, dense_bytes=40 * MIB, step=step_of()).describe_rest()
+    assert [float(size) for size in re.findall(r"([0-9.]+) MiB", line)] == [12, 8]
+    assert "block.* (gelu)" in line
 
 
 def test_tables_of_the_step_and_of_who_keeps_what():
@@ -511,7 +525,7 @@ def test_tables_of_the_step_and_of_who_keeps_what():
 
 def advice(other: int, dense: int | None, step: StepMemory) -> str:
     dense_bytes = None if dense is None else dense * MIB
-    return display.describe_uncovered(MemoryReport(other_bytes=other * MIB, dense_bytes=dense_bytes, step=step))
+    return describe_uncovered(MemoryReport(other_bytes=other * MIB, dense_bytes=dense_bytes, step=step))
 
 
 @pytest.mark.parametrize(("operator", "hint"), [("cudnn_rnn", "Recurrent"), ("log_softmax", "loss"), ("mul", "preset")])

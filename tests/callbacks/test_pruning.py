@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -259,12 +260,12 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, bar:
     bars = [bar()] if bar else []
     run = fit(Retained(), *ours, *bars, enable_progress_bar=bool(bar), max_epochs=3)
     text = capsys.readouterr().out + ("" if bar else caplog.text)
-    once = "Activation pruning: 3", "1 linear layer stays dense", "MiB dense ->", "Peak of the step"
-    assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
+    once = r"Activation pruning: \d linear layers? \(", "Dense: ", r"Activations: .* MiB dense ->", "Peak of", "Largest of"
+    assert [len(re.findall(part, text)) for part in once] == [min(level, 1)] * len(once)
     in_detail = "Layers that stay dense", "by who keeps", "Memory of the step"
     assert [text.count(part) for part in in_detail] == [level == 2] * len(in_detail)
     tables = [text.count(f"Kept for backward, epoch {epoch}") for epoch in range(3)]
-    assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
+    assert tables == {0: [0, 0, 0], 1: [0, 0, 0], 2: [1, 1, 1]}[level]
     assert ("actprune/saved_frac" in run.progress_bar_metrics) is (level > 0)
     assert run.callback_metrics["actprune/saved_frac"] > 0
 
