@@ -21,7 +21,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from lightning_actprune.convert import convert, revert
     from lightning_actprune.operators.linear import ActivationPrunedLinear
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "PRESETS",

@@ -1,8 +1,9 @@
-"""``python -m lightning_actprune``: versions, GPUs and where the kernels run (``commands.environment``).
+"""The command line of the package.
 
-``python -m lightning_actprune estimate MODEL``: what each preset would save of a model (``commands.estimate``).
+- ``python -m lightning_actprune`` shows whether the kernels run here, versions and GPUs (``commands.environment``).
+- ``python -m lightning_actprune estimate MODEL`` estimates how much memory each preset saves (``commands.estimate``).
 
-Torch takes seconds to import, so this module does without it, and ``--help`` is there at once.
+This module does not import torch, which takes seconds, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,28 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-_DESCRIPTION = "Show versions, GPUs and where the kernels run."
-_ESTIMATE = "Show what each preset would save of a model, without computing anything and without a GPU."
+_DESCRIPTION = "Show whether the kernels run on this machine, and why not, with versions and GPUs."
+_JSON = "print JSON instead of tables"
+_ESTIMATE = "Estimate how much memory each preset saves for a model, and what fits in a GPU. No GPU is needed."
+_MODELS = """\
+MODEL is one of
+  timm:NAME         a model of timm
+  hf:TYPE           a type of model in transformers, such as gpt2
+  hf:ID             a model on the Hugging Face hub; only its configuration is loaded
+  hf:PATH           the folder of a config.json
+  MODULE:ATTRIBUTE  a module of yours, or a function that returns a module, or a module and a batch
+
+examples:
+  python -m lightning_actprune estimate timm:vit_base_patch16_224 --batch 128 --memory 8GiB
+  python -m lightning_actprune estimate hf:gpt2 --batch 16 --length 1024
+  python -m lightning_actprune estimate mine.models:net --shape 3,32,32
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the environment, whatever is missing, or an estimate; return the exit code."""
+    """Run a command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lightning_actprune", description=_DESCRIPTION)
-    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+    parser.add_argument("--json", action="store_true", help=_JSON)
     _add_estimate(parser.add_subparsers(dest="command", title="commands"))
     args = parser.parse_args(argv)
     if args.command == "estimate":
@@ -32,17 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_estimate(commands: Any) -> None:
-    parser = commands.add_parser("estimate", help=_ESTIMATE, description=_ESTIMATE)
-    parser.add_argument("model", help="timm:NAME, hf:TYPE, hf:ID, hf:PATH or MODULE:ATTRIBUTE")
-    parser.add_argument("--batch", type=int, default=32, metavar="SAMPLES", help="samples of a step (default: 32)")
-    parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of a text (default: 1024)")
-    parser.add_argument("--shape", type=_parse_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
-    parser.add_argument("--precision", default="bf16-mixed", help="a name of Lightning's (default: bf16-mixed)")
-    parser.add_argument("--memory", metavar="24GiB", help="of a GPU; shows what fits, and the largest batches")
-    parser.add_argument(
-        "--presets", nargs="+", metavar="PRESET", help="rows, also dense and checkpoint (default: all but paper)"
+    style = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        "estimate", help=_ESTIMATE, description=_ESTIMATE, epilog=_MODELS, formatter_class=style
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+    parser.add_argument("model", metavar="MODEL", help="the model to estimate, see below")
+    parser.add_argument("--batch", type=int, default=32, metavar="SAMPLES", help="samples in a batch (default: 32)")
+    parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="tokens in a text (default: 1024)")
+    parser.add_argument(
+        "--shape", type=_parse_shape, metavar="SIZES", help="shape of one input sample, such as 3,224,224"
+    )
+    parser.add_argument("--precision", default="bf16-mixed", help="as in a Lightning Trainer (default: bf16-mixed)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a GPU, such as 24GiB: show what fits and the largest batches"
+    )
+    presets = "dense, checkpoint, balanced, max, recompute or paper (default: all but paper)"
+    parser.add_argument("--presets", nargs="+", metavar="PRESET", help=f"rows to show: {presets}")
+    parser.add_argument("--json", action="store_true", help=_JSON)
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:

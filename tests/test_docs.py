@@ -201,9 +201,9 @@ def test_badges_say_what_the_package_needs():
 
 
 def test_the_version_is_the_newest_one_of_the_changelog_and_the_one_to_cite():
-    releases = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    releases = re.findall(r"^## \[(.+?)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert releases[1] == (lightning_actprune.__version__, str(cited["date-released"]))
+    assert releases[0] == (lightning_actprune.__version__, str(cited["date-released"]))
     assert cited["version"] == lightning_actprune.__version__
 
 

@@ -82,6 +82,15 @@ def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys):
     assert "RuntimeError: The NVIDIA driver is too old" in capsys.readouterr().out
 
 
+def test_the_first_line_says_whether_kernels_run_and_all_fits_a_screen(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
+    assert main([]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("The kernels do not run here: ")
+    assert len(shown) <= 40
+
+
 @pytest.mark.integration
 def test_as_a_command():
     variables = os.environ | {"PYTHONIOENCODING": "ascii", "CUDA_VISIBLE_DEVICES": ""}

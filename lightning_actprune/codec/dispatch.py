@@ -181,7 +181,7 @@ def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, c
         reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
     if device.type != "cuda":
         if not _interpreting() and _thread.gpu is None:
-            reasons.append(f"device {device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
+            reasons.append(f"device {device.type} is not cuda, and TRITON_INTERPRET=1 is not set")
     elif torch.version.cuda is None:
         reasons.append("the GPU is not an NVIDIA one")
     elif _capability(device.index or 0) < MIN_CAPABILITY:

@@ -1,7 +1,7 @@
-"""Show versions, GPUs and where the kernels run, for bug reports and for finding out.
+"""Show whether the kernels run on this machine, with versions and GPUs, for bug reports.
 
-It never raises for something that a machine lacks: it shows that a package is missing or a driver does not answer. CUDA
-is used only when ``collect_environment`` is called.
+A missing package or a driver that does not answer is shown and raises nothing. CUDA is used only when
+``collect_environment`` is called.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -29,12 +30,12 @@ BLOCK_SIZES = (16, 32, 64, 1024, 2048)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 OPTIONAL = {
     "jsonargparse": "LightningCLI",
-    "matplotlib": "pictures",
+    "matplotlib": "figures",
     "tensorboard": "TensorBoardLogger",
     "tensorboardX": "TensorBoardLogger",
     "wandb": "WandbLogger",
     "pandas": "reports as DataFrames",
-    "transformers": "its Conv1D layers",
+    "transformers": "its Trainer and models",
 }
 """Optional packages, and what uses them."""
 _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
@@ -44,7 +45,7 @@ _BACKENDS = {"triton": "kernels", "reference": "plain PyTorch"}
 
 
 def show_environment(as_json: bool) -> int:
-    """Print the environment, whatever is missing; return the exit code."""
+    """Print the environment and return the exit code."""
     info = collect_environment()
     if as_json:
         sys.stdout.write(json.dumps(info, indent=2) + "\n")
@@ -62,10 +63,13 @@ def describe_kernels(info: dict[str, Any]) -> str:
     names = {f"cuda:{gpu['index']}": gpu["name"] for gpu in info["gpus"]}
     running = dict.fromkeys(row["device"] for row in info["kernels"] if row["backend"] == "triton")
     if running:
-        return f"Kernels run on {', '.join(f'{device} ({names[device]})' for device in running)}."
+        return f"The kernels run on {', '.join(f'{device} ({names[device]})' for device in running)}."
     reasons = dict.fromkeys(reason for row in info["kernels"] if row["device"] != "cpu" for reason in row["reasons"])
-    why = next(iter(reasons), None) or info["gpu_trouble"] or "there is no GPU that they take"
-    return f"No kernels run here: {why}. Plain PyTorch saves as much memory, but a step may take several times as long."
+    why = next(iter(reasons), None) or info["gpu_trouble"] or "there is no supported GPU"
+    return (
+        f"The kernels do not run here: {why}. "
+        "Plain PyTorch runs instead: it saves as much memory, but a step may take several times as long."
+    )
 
 
 def _make_tables(info: dict[str, Any]) -> Iterator[Table]:
@@ -80,18 +84,24 @@ def _make_tables(info: dict[str, Any]) -> Iterator[Table]:
     if info["gpu_trouble"]:
         gpus.append(["" if gpus else "none", info["gpu_trouble"]])
     yield _make_table("GPUs", ["", "Name", "Capability", "Memory GiB", "Free GiB"], gpus)
-    title = "Which implementation runs, by device, type and block size"
-    yield _make_table(title, ["Device", "Types", "Block sizes", "Runs", "Why"], _merge_kernels(info["kernels"]))
+    title = "Where the kernels run"
+    yield _make_table(title, ["Device", "Types", "Block sizes", "Runs", "Reason"], _merge_kernels(info["kernels"]))
     optional = ([name, version or "none", OPTIONAL[name]] for name, version in info["optional"].items())
     yield _make_table("Optional packages", ["Package", "Version", "For"], optional)
 
 
 def _merge_kernels(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """Yield one line per answer on a device: types that share it, and their block sizes."""
+    """Yield one line per answer on a device: types that share it, and their block sizes.
+
+    Reasons that hold for all tensors on a device hide the others.
+    """
+    general: dict[str, list[str]] = {}
+    for row in rows:
+        general[row["device"]] = [r for r in general.get(row["device"], row["reasons"]) if r in row["reasons"]]
     sizes: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         runs = _BACKENDS.get(row["backend"], row["backend"])
-        key = row["device"], row["dtype"], runs, "; ".join(row["reasons"])
+        key = row["device"], row["dtype"], runs, "; ".join(general[row["device"]] or row["reasons"])
         sizes.setdefault(key, []).append(str(row["block_size"]))
     dtypes: dict[tuple[str, ...], list[str]] = {}
     for (device, dtype, *answer), names in sizes.items():
@@ -101,7 +111,7 @@ def _merge_kernels(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def _make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=bool(columns))
+    table = Table(title=title, title_justify="left", show_header=bool(columns), box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
