@@ -432,8 +432,9 @@ def sections() -> dict[str, Records]:
 
 
 def section(name: str) -> str:
-    """Return the tables of the studies of a section."""
-    return "\n\n".join(study_table(study) for study in groups(sections()[name], *RECIPE).values())
+    """Return the tables of the studies of a section that compare something."""
+    studies = groups(sections()[name], *RECIPE).values()
+    return "\n\n".join(study_table(study) for study in studies if len({r["setting"] for r in study}) > 1)
 
 
 def main_study(task: str) -> Records:
@@ -482,7 +483,7 @@ def sizes() -> str:
         rows = []
         for r in group:
             ours, dense = (runs_of_size(r, setting) for setting in (r["setting"], "dense"))
-            for lr in sorted({run["lr"] for run in (*ours, *dense)}, reverse=True):
+            for lr in sorted({run["lr"] for run in dense}, reverse=True):
                 pair = [[run for run in runs if run["lr"] == lr] for runs in (ours, dense)]
                 scores = [
                     spread_of([score(group)[2] * x["accuracy"] for x in runs], score(group)[1]) if runs else "-"
@@ -499,9 +500,9 @@ def sizes() -> str:
 
 
 def short(task: str) -> str:
-    """Short trainings of a task, the study of the most runs first."""
+    """Short trainings of a task: the study of the most runs."""
     studies = groups((r for r in trainings() if r["task"] == task and not is_long(r)), *RECIPE).values()
-    return "\n\n".join(study_table(study) for study in sorted(studies, key=lambda study: -len(study)))
+    return study_table(max(studies, key=len))
 
 
 def gradients() -> str:
