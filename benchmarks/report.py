@@ -156,7 +156,7 @@ def eager() -> str:
         return [r["method"], *taken, *(figure(of, dense, "step_ms", 1) for of in (r, replay))]
 
     rows = by_model([r for r in records if r["mode"] == "eager"], lambda r: r["model"], cells)
-    header = ["method", "reserved MiB", "replayed", "ms a step", "replayed"]
+    header = ["method", "reserved MiB", "MiB, replayed", "ms a step", "ms, replayed"]
     return sourced(header, rows, records, "steps")
 
 
@@ -576,7 +576,7 @@ def zoo() -> str:
         ]
         output = f"{max(off):.0e}".replace("0e+00", "0") if off else "-"
         rows.append([f"{r['zoo']}/{r['model']}", *cells, output, escaped])
-    columns = ("balanced", "max", "kept, balanced", "kept, max")
+    columns = ("balanced", "max, s = 0.5", "kept, balanced", "kept, max, s = 0.5")
     parts = [markdown(["library", "models", *columns], medians), f"All {len(records)} models:"]
     parts += [sourced(["model", "rounded inputs", "bfloat16", *columns, "output", "notes"], rows, records, "zoo")]
     return "\n\n".join(parts)
