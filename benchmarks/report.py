@@ -146,17 +146,17 @@ def compiled() -> str:
 
 
 def eager() -> str:
-    """Eager steps, and the same steps replayed from CUDA graphs."""
+    """Time and memory of eager steps, and of the same steps replayed from CUDA graphs."""
     records = in_order(select("steps", table="graphs"), (*MODELS, "vit_small_patch16_224"))
-    replays = {(r["model"], r["method"]): r for r in records if r["mode"] == "graphs" and r.get("graphs") != 0}
-
-    def cells(r: Record, dense: Record | None) -> list[str]:
-        replay = replays.get((r["model"], r["method"]), {})
-        taken = [figure(of, dense, "reserved_mib") for of in (r, replay)]
-        return [r["method"], *taken, *(figure(of, dense, "step_ms", 1) for of in (r, replay))]
-
-    rows = by_model([r for r in records if r["mode"] == "eager"], lambda r: r["model"], cells)
-    header = ["method", "reserved MiB", "MiB, replayed", "ms a step", "ms, replayed"]
+    columns = ("dense", False), ("dense", True), ("checkpoint", False), ("max", False), ("max", True)
+    columns += ("recompute", False), ("recompute", True)
+    rows = []
+    for (model,), group in groups(records, "model").items():
+        by_column = {(r["method"], r["mode"] == "graphs" and r.get("graphs") != 0): r for r in group}
+        for name, digits, unit in (("step_ms", 1, "ms a step"), ("reserved_mib", 0, "reserved MiB")):
+            cells = [figure(by_column.get(key, {}), by_column["dense", False], name, digits) for key in columns]
+            rows.append([f"{model}, {unit}", *cells])
+    header = ["model", *(method + ", replayed" * replayed for method, replayed in columns)]
     return sourced(header, rows, records, "steps")
 
 
@@ -507,10 +507,10 @@ def short(task: str) -> str:
 
 def gradients() -> str:
     """Cosines and norm ratios of weight gradients in the middle of a training."""
-    parts = []
+    left_out, parts = ("0.3:32", "0.5:16", "0:32:8", "0.5:32:4"), []
     for study in groups(select("trainings", figure="gradient"), *RECIPE, "after").values():
         kinds, rows = list(dict.fromkeys(r["kind"] for r in study)), []
-        for (setting,), runs in groups(study, "setting").items():
+        for (setting,), runs in groups((r for r in study if r["setting"] not in left_out), "setting").items():
             cells = {r["kind"]: f"{r['cosine']:.4f} / {r['norm_ratio']:.2f}" for r in runs}
             rows.append([words(setting), f"{bits_of(runs):.2f}", *(cells.get(kind, "-") for kind in kinds)])
         text = f"{model_name(study[0])}, after {study[0]['after']} of {study[0]['epochs']} epochs:\n\n"
