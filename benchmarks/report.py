@@ -109,25 +109,48 @@ def by_model(
     return rows
 
 
-# === Steps: benchmarks.md, compile.md, budget.md, README ==========================================
+# === Steps: benchmarks.md, memory.md, lora.md, more_models.md, README ============================
+
+METHODS = "dense", "checkpoint", "balanced", "max", "recompute"
+MODELS = ("vit_base_patch16_224", "resmlp_12_224", "resmlp_24_224", "convnext_tiny", "resnet50", "UNet")
+MODELS += ("GPT2LMHeadModel", "LlamaForCausalLM, 1.1B", "BertForSequenceClassification")
+"""Methods and models of the tables of steps, in their order."""
 
 
-def steps(records: Records) -> str:
-    """Memory and time of steps by model and method."""
-    has_gpu, has_cosine = (
-        sum(r.get(name) is not None for r in records) > len(records) / 3 for name in ("gpu_ms", "cosine")
-    )
+def in_order(records: Records, models: Sequence[str] = MODELS) -> Records:
+    """Return the records of these models and of METHODS, in this order."""
+    rows = [r for r in records if r["model"] in models and r["method"] in METHODS]
+    return sorted(rows, key=lambda r: (models.index(r["model"]), METHODS.index(r["method"])))
+
+
+def compiled() -> str:
+    """Memory and time of compiled steps, and their time with the compiler's CUDA graphs."""
+    records, replayed = (in_order(select("steps", table="compiled", mode=m)) for m in ("default", "reduce-overhead"))
+    by_graphs = {(r["model"], r["method"]): r for r in replayed}
 
     def cells(r: Record, dense: Record | None) -> list[str]:
-        row = [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib"))]
-        time = f"{quickest(r):.1f}" + (f" ({percent(quickest(r) / quickest(dense))})" if dense not in (None, r) else "")
-        row += [figure(r, dense, "step_ms", 1), time, figure(r, None, "host_ms")]
-        row += [figure(r, None, "gpu_ms")] if has_gpu else []
-        return row + ([f"{1 - r['cosine']:.1e}" if r.get("cosine") is not None else "-"] if has_cosine else [])
+        times = figure(r, dense, "step_ms", 1), "-"
+        if (graph := by_graphs.get((r["model"], r["method"]))) is not None:
+            times = times[0], figure(graph, by_graphs.get((r["model"], "dense")), "step_ms", 1)
+        return [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib")), *times]
 
-    header = ["method", "activations MiB", "peak MiB", "ms a step", "quickest turn", "host ms"]
-    header += ["GPU ms"] * has_gpu + ["1 - cosine"] * has_cosine
-    return sourced(header, by_model(records, lambda r: r["model"], cells), records, "steps")
+    header = ["method", "activations MiB", "peak MiB", "ms a step", "ms, CUDA graphs"]
+    return sourced(header, by_model(records, lambda r: r["model"], cells), [*records, *replayed], "steps")
+
+
+def eager() -> str:
+    """Time and memory of eager steps, and of the same steps replayed from CUDA graphs."""
+    records = in_order(select("steps", table="graphs"), (*MODELS, "vit_small_patch16_224"))
+    columns = ("dense", False), ("dense", True), ("checkpoint", False), ("max", False), ("max", True)
+    columns += ("recompute", False), ("recompute", True)
+    rows = []
+    for (model,), group in groups(records, "model").items():
+        by_column = {(r["method"], r["mode"] == "graphs" and r.get("graphs") != 0): r for r in group}
+        for name, digits, unit in (("step_ms", 1, "ms a step"), ("reserved_mib", 0, "reserved MiB")):
+            cells = [figure(by_column.get(key, {}), by_column["dense", False], name, digits) for key in columns]
+            rows.append([f"{model}, {unit}", *cells])
+    header = ["model", *(method + ", replayed" * replayed for method, replayed in columns)]
+    return sourced(header, rows, records, "steps")
 
 
 def other_fields() -> str:
@@ -144,93 +167,87 @@ def other_fields() -> str:
     return sourced(header, rows, records, "steps")
 
 
-def text(table: str) -> str:
-    """Steps of a language model by method, for each mode and number of tokens."""
+def adapters() -> str:
+    """Steps of a language model with adapters on quantized weights."""
 
     def cells(r: Record, dense: Record | None) -> list[str]:
         row = [r["method"], *(figure(r, dense, name) for name in ("kept_mib", "peak_mib"))]
-        row.append(figure(r, dense, "step_s", 3))
-        return row + ([f"{r['cosine']:.4f}" if "cosine" in r else "-"] if table == "adapters" else [])
+        return [*row, figure(r, dense, "step_s", 3), f"{r['cosine']:.4f}" if "cosine" in r else "-"]
 
-    records = sorted(select("text", table=table), key=lambda r: r["method"] != "dense")
-    records.sort(key=lambda r: (r["batch"], r["tokens"], r["mode"]))
+    records = sorted(select("text", table="adapters"), key=lambda r: r["method"] != "dense")
     title = lambda r: f"{r['batch']} x {r['tokens']:,} tokens, {r['mode']}"  # noqa: E731
-    header = ["method", "kept MiB", "peak MiB", "s a step", *["cosine"] * (table == "adapters")]
+    header = ["method", "kept MiB", "peak MiB", "s a step", "cosine"]
     return sourced(header, by_model(records, title, cells), records, "text")
 
 
-def longest_text() -> str:
-    """The longest sequence that fits, on the line through what the process takes at two lengths."""
+def longest() -> str:
+    """Steps of one length, and the longest text that fits, on the line through what a process takes at two lengths."""
     records = select("text", table="long", mode="eager")
+    same = {r["method"]: r for r in records if r["tokens"] == 32768}
     rows = []
-    for method in dict.fromkeys(r["method"] for r in records):
+    for method in sorted(dict.fromkeys(r["method"] for r in records), key=lambda method: method != "dense"):
+        step, fits = same.get(method, {}), ["-", "-"]
         taken = sorted((r["tokens"], r["reserved_mib"]) for r in records if r["method"] == method)
         if len(taken) > 1:
             (n0, m0), (n1, m1) = taken[0], taken[-1]
             each = (m1 - m0) / (n1 - n0)
-            rows.append([method, *(f"{round(n1 + (1024 * gib - m1) / each, -3):,.0f}" for gib in (24, 80))])
-    return sourced(["method", "24 GiB", "80 GiB"], rows, records, "text")
-
-
-def graphs(**of: str) -> str:
-    """Steps replayed from CUDA graphs."""
-    records = select("steps", **of)
-
-    def cells(r: Record, dense: Record | None) -> list[str]:
-        replayed = ", replayed" if r["mode"] == "graphs" and r.get("graphs") != 0 else ""
-        return [r["method"] + replayed, figure(r, dense, "reserved_mib"), figure(r, dense, "step_ms", 1)]
-
-    rows = by_model(records, lambda r: r["model"], cells)
-    return sourced(["method", "reserved MiB", "ms a step"], rows, records, "steps")
+            fits = [f"{round(n1 + (1024 * gib - m1) / each, -3):,.0f}" for gib in (24, 80)]
+        cells = [figure(step, same["dense"], name) for name in ("kept_mib", "peak_mib")]
+        rows.append([method, *cells, figure(step, same["dense"], "step_s", 3), *fits])
+    header = ["method", "kept MiB", "peak MiB", "s a step", "longest in 24 GiB", "in 80 GiB"]
+    return sourced(header, rows, records, "text")
 
 
 def several_gpus() -> str:
-    """Steps on one and several GPUs."""
-    records = select("steps", table="gpus")
-
-    def cells(r: Record, _: Record | None) -> list[str]:
-        same = [x for x in records if all(x[k] == r[k] for k in ("model", "mode", "strategy", "devices"))]
-        dense = next((x for x in same if x["method"] == "dense"), None)
-        timed = dense if dense is not None and dense["command"] == r["command"] else None
-        memory = [figure(r, dense, name) for name in ("activations_mib", "peak_mib")]
-        on = r["strategy"] if r["devices"] == 1 else f"{r['strategy']}, {r['devices']}"
-        return [on, r["method"], *memory, figure(r, timed, "step_ms", 1), figure(r, None, "host_ms")]
-
-    rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)
-    return sourced(["on", "method", "activations MiB", "peak MiB", "ms a step", "host ms"], rows, records, "steps")
+    """Steps on one and several GPUs; times are compared within one run."""
+    records, methods = select("steps", table="gpus"), ("dense", "max", "recompute")
+    rows = []
+    for (model, mode), of_model in groups(records, "model", "mode").items():
+        rows.append([f"**{model}{'' if mode == 'eager' else ', compiled'}**", *[""] * 6])
+        for (strategy, devices), group in groups(of_model, "strategy", "devices").items():
+            by_method = {r["method"]: r for r in group}
+            dense, cells = by_method.get("dense"), []
+            for name, digits in (("peak_mib", 0), ("step_ms", 1)):
+                for method in methods:
+                    r = by_method.get(method, {})
+                    timed = name == "peak_mib" or (dense is not None and r.get("command") == dense["command"])
+                    cells.append(figure(r, dense if timed else None, name, digits))
+            rows.append([strategy if devices == 1 else f"{strategy}, {devices}", *cells])
+    header = ["on", *(f"peak MiB, {method}" for method in methods), *(f"ms, {method}" for method in methods)]
+    return sourced(header, rows, records, "steps")
 
 
 def largest() -> str:
-    """Largest batches under a cap, with the speed there."""
+    """Largest batches under a cap, and how they and the speed there compare with dense."""
     records = [r for r in select("batch_size", axis="batch") if r["cap_gib"] == 24 and "step_ms" in r]
-
-    def cells(r: Record, dense: Record | None) -> list[str]:
-        times = f" ({r['batch'] / dense['batch']:.1f} times)" if dense not in (None, r) else ""
-        return [r["method"], f"{r['batch']}{times}", figure(r, dense, "samples_per_s", 1), figure(r, None, "peak_mib")]
-
-    order = "dense", "checkpoint", "balanced", "max", "recompute"
-    by_name = groups((r for r in records if r["method"] in order), "model").values()
-    ordered = [r for rows in by_name for r in sorted(rows, key=lambda r: order.index(r["method"]))]
-    rows = by_model(ordered, lambda r: r["model"], cells)
-    return sourced(["method", "largest batch", "samples a second", "peak MiB"], rows, records, "batch_size")
+    methods, rows = ("dense", "checkpoint", "max", "recompute"), []
+    for (model,), group in groups(records, "model").items():
+        by_method, cells = {r["method"]: r for r in group}, []
+        dense = by_method["dense"]
+        for r in (by_method[method] for method in methods):
+            speed = percent(r["samples_per_s"] / dense["samples_per_s"])
+            cells.append(f"{r['batch']}" + ("" if r is dense else f" ({r['batch'] / dense['batch']:.1f} x, {speed})"))
+        rows.append([model, *cells])
+    return sourced(["model", *methods], rows, records, "batch_size")
 
 
 def budgets() -> str:
-    """Peaks of fits with a budget beside what was predicted."""
+    """Peaks of fits with a budget, beside what was predicted, and their time."""
     records = [r for r in load("steps") if r["table"] == "budgets"]
-
-    def cells(r: Record, dense: Record | None) -> list[str]:
-        label = r["method"].removeprefix("budget:")
-        if isinstance(r.get("error"), str):
-            least = re.search(r"at the least, ([\d,]+ MiB)", r["error"])
-            return [label, "-", "-", f"refused: needs {least[1]}" if least else "failed", "-", "-", "-"]
-        off = f"{100 * (r['peak_mib'] / r['predicted_mib'] - 1):+.1f} %" if "predicted_mib" in r else "-"
-        sizes = [figure(r, None, name) for name in ("budget_mib", "predicted_mib", "peak_mib")]
-        return [label, *sizes, off, figure(r, None, "activations_mib"), figure(r, dense, "step_ms", 1)]
-
-    header = ["budget", "MiB", "predicted peak", "measured peak", "off by", "activations MiB", "ms a step"]
-    rows = by_model(records, lambda r: f"{r['model']}, batch {r['batch']}", cells)
-    return sourced(header, rows, records, "steps")
+    shares, rows = ("0.3", "0.45", "0.6", "0.8"), []
+    for (model, batch), group in groups(records, "model", "batch").items():
+        by_method = {r["method"].removeprefix("budget:"): r for r in group}
+        dense, cells = by_method["dense"], []
+        for r in (by_method.get(share) for share in shares):
+            if r is None:
+                cells.append("-")
+            elif isinstance(r.get("error"), str):
+                least = re.search(r"at the least, ([\d,]+) MiB", r["error"])
+                cells.append(f"refused, needs {least[1].replace(',', '')}" if least else "failed")
+            else:
+                cells.append(f"{r['peak_mib']:.0f} ({100 * (r['peak_mib'] / r['predicted_mib'] - 1):+.1f} %)")
+        rows.append([f"{model}, batch {batch}", figure(dense, None, "peak_mib"), *cells])
+    return sourced(["model", "dense", *shares], rows, records, "steps")
 
 
 HEADLINE = {
@@ -275,39 +292,7 @@ def peak() -> str:
     return sourced([*header, "half gone", "all gone"], rows, records, "timeline")
 
 
-# === Kernels: benchmarks.md =======================================================================
-
-
-def spread(ratios: Sequence[float]) -> str:
-    """Return the geometric mean of ratios as a change and, in brackets, the largest."""
-    return f"{percent(statistics.geometric_mean(ratios))} ({percent(max(ratios))})" if ratios else "-"
-
-
-def weight_gradient() -> str:
-    """Time of the weight gradient beside the dense product."""
-    records = select("kernels", kind="weight_grad")
-    sparsities = sorted({r["sparsity"] for r in records})
-    rows = [
-        [f"{dtype}, b = {block}",
-         *(spread([r["ours_us"] / r["dense_us"] for r in group if r["sparsity"] == s]) for s in sparsities)]
-        for (dtype, block), group in groups(records, "dtype", "block_size").items()
-    ]  # fmt: skip
-    return sourced(["weight gradient", *(f"s = {s}" for s in sparsities)], rows, records, "kernels")
-
-
-def formats() -> str:
-    """Time of pack and weight gradient by bits and selection, over the largest blocks with values as they are."""
-    records = [r | {"label": (r["value_format"], r["block_selection"])} for r in select("kernels", kind="format")]
-    records = [r for r in records if r["value_format"] != "fp8"]  # no format of the package any more
-    base, rows = ("same", "largest"), []
-    labels = [label for (label,) in groups(records, "label") if label != base]
-    for name, field in (("pack", "pack_us"), ("weight gradient", "grad_us")):
-        for (sparsity,), group in groups(records, "sparsity").items():
-            times = {(r["label"], tuple(r["case"])): r[field] for r in group}
-            ratios = [[t / times[base, case] for (mine, case), t in times.items() if mine == label] for label in labels]
-            rows.append([f"{name}, s = {sparsity}", *map(spread, ratios)])
-    header = [value if selection == "largest" else selection for value, selection in labels]
-    return sourced(["", *header], rows, records, "kernels")
+# === Attention: how_it_works.md ===================================================================
 
 
 def attention() -> str:
@@ -321,7 +306,7 @@ def attention() -> str:
     return sourced(["kept", *(f"deviation {d:g}" for d in deviations)], rows, records, "kernels")
 
 
-# === Trainings: accuracy.md, trainings.md, choosing.md, few_bits.md ===============================
+# === Trainings: accuracy.md, trainings.md, presets.md, few_bits.md ================================
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "sha256", "augmentation", "turned")
 RECIPE += ("start", "lora", "epochs", "batches", "batch", "lr", "precision", "compile", "clip")
@@ -437,8 +422,9 @@ def sections() -> dict[str, Records]:
 
 
 def section(name: str) -> str:
-    """Return the tables of the studies of a section."""
-    return "\n\n".join(study_table(study) for study in groups(sections()[name], *RECIPE).values())
+    """Return the tables of the studies of a section that compare something."""
+    studies = groups(sections()[name], *RECIPE).values()
+    return "\n\n".join(study_table(study) for study in studies if len({r["setting"] for r in study}) > 1)
 
 
 def main_study(task: str) -> Records:
@@ -487,7 +473,7 @@ def sizes() -> str:
         rows = []
         for r in group:
             ours, dense = (runs_of_size(r, setting) for setting in (r["setting"], "dense"))
-            for lr in sorted({run["lr"] for run in (*ours, *dense)}, reverse=True):
+            for lr in sorted({run["lr"] for run in dense}, reverse=True):
                 pair = [[run for run in runs if run["lr"] == lr] for runs in (ours, dense)]
                 scores = [
                     spread_of([score(group)[2] * x["accuracy"] for x in runs], score(group)[1]) if runs else "-"
@@ -504,17 +490,17 @@ def sizes() -> str:
 
 
 def short(task: str) -> str:
-    """Short trainings of a task, the study of the most runs first."""
+    """Short trainings of a task: the study of the most runs."""
     studies = groups((r for r in trainings() if r["task"] == task and not is_long(r)), *RECIPE).values()
-    return "\n\n".join(study_table(study) for study in sorted(studies, key=lambda study: -len(study)))
+    return study_table(max(studies, key=len))
 
 
 def gradients() -> str:
     """Cosines and norm ratios of weight gradients in the middle of a training."""
-    parts = []
+    left_out, parts = ("0.3:32", "0.5:16", "0:32:8", "0.5:32:4"), []
     for study in groups(select("trainings", figure="gradient"), *RECIPE, "after").values():
         kinds, rows = list(dict.fromkeys(r["kind"] for r in study)), []
-        for (setting,), runs in groups(study, "setting").items():
+        for (setting,), runs in groups((r for r in study if r["setting"] not in left_out), "setting").items():
             cells = {r["kind"]: f"{r['cosine']:.4f} / {r['norm_ratio']:.2f}" for r in runs}
             rows.append([words(setting), f"{bits_of(runs):.2f}", *(cells.get(kind, "-") for kind in kinds)])
         text = f"{model_name(study[0])}, after {study[0]['after']} of {study[0]['epochs']} epochs:\n\n"
@@ -522,17 +508,19 @@ def gradients() -> str:
     return "\n\n".join(parts)
 
 
-# === Errors: measured_bits.md =====================================================================
-
-
-def errors() -> str:
-    """Predicted and actual errors of weight gradients, with equal bits."""
-    return _by_setting("bits", lambda r: f"{r['predicted']:.3f}, {r['actual']:.3f}")
+# === Errors of gradients: few_bits.md ==============================================================
 
 
 def bounds() -> str:
-    """Predicted and actual errors of the whole gradient, and the bytes kept, with presets and with bounds."""
-    return _by_setting(("max", "balanced", "0.2", "0.1"), _describe_bound)
+    """Predicted and actual errors of the whole gradient of models, untrained and after some steps."""
+    records = [r for r in select("errors") if r["setting"].endswith(("max", "0.1"))]
+    settings = list(dict.fromkeys((r["setting"], r["steps"]) for r in records))
+    rows = []
+    for (model,), group in groups(records, "model").items():
+        cells = {(r["setting"], r["steps"]): f"{r['predicted']:.3f}, {r['actual']:.3f}" for r in group}
+        rows.append([model, *(cells.get(each, "-") for each in settings)])
+    header = ["model", *(f"{setting}, {steps} steps" for setting, steps in settings)]
+    return sourced(header, rows, records, "errors")
 
 
 def growth() -> str:
@@ -545,21 +533,6 @@ def growth() -> str:
         rows.append([model_name(r), words(r["setting"]), *cells])
     header = "model", "setting", "largest error", "actual", "kept at the start", "kept at the end"
     return sourced(header, rows, records, "trainings")
-
-
-def _describe_bound(record: Record) -> str:
-    return f"{record['predicted']:.3f}, {record['actual']:.3f} ({100 * record['kept']:.1f} %)"
-
-
-def _by_setting(ends: str | tuple[str, ...], describe: Callable[[Record], str]) -> str:
-    """Return a table with a row for each model and number of steps, and a column for each setting."""
-    records = [r for r in select("errors") if r["setting"].endswith(ends)]
-    settings = list(dict.fromkeys(r["setting"] for r in records))
-    rows = []
-    for (model, steps), group in groups(records, "model", "steps").items():
-        cells = {r["setting"]: describe(r) for r in group}
-        rows.append([model, str(steps), *(cells[setting] for setting in settings)])
-    return sourced(("model", "steps", *settings), rows, records, "errors")
 
 
 # === The zoo, and the paper's accounting ==========================================================
@@ -593,7 +566,7 @@ def zoo() -> str:
         ]
         output = f"{max(off):.0e}".replace("0e+00", "0") if off else "-"
         rows.append([f"{r['zoo']}/{r['model']}", *cells, output, escaped])
-    columns = ("balanced", "max", "kept, balanced", "kept, max")
+    columns = ("balanced", "max, s = 0.5", "kept, balanced", "kept, max, s = 0.5")
     parts = [markdown(["library", "models", *columns], medians), f"All {len(records)} models:"]
     parts += [sourced(["model", "rounded inputs", "bfloat16", *columns, "output", "notes"], rows, records, "zoo")]
     return "\n\n".join(parts)
@@ -656,20 +629,15 @@ def savings() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "brief": headline,
-    "trainer": lambda: steps(select("steps", table="trainer")),
-    "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
+    "compiled": compiled,
+    "eager": eager,
     "other_fields": other_fields,
-    "long": lambda: text("long"),
-    "longest": longest_text,
-    "adapters": lambda: text("adapters"),
-    "graphs": lambda: graphs(table="compiled", mode="reduce-overhead"),
-    "replayed": lambda: graphs(table="graphs"),
+    "longest": longest,
+    "adapters": adapters,
     "gpus": several_gpus,
     "largest": largest,
     "budgets": budgets,
     "peak": peak,
-    "weight_gradient": weight_gradient,
-    "formats": formats,
     "attention": attention,
     "presets": presets,
     "together": together,
@@ -685,7 +653,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "components": components,
     "positions": positions,
     "savings": savings,
-    "errors": errors,
     "bounds": bounds,
     "growth": growth,
 }

@@ -16,20 +16,11 @@ from torch import nn
 
 import lightning_actprune
 from lightning_actprune import config, schedules
-from tests.examples.image_folders import write_images
 from tests.support.helpers import assert_plain
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {"estimate.md"}
-"""Pages that tests/analysis runs."""
-SMALLER = {
-    "max_epochs=20": "max_epochs=1",
-    '"resmlp_s12", patch_size=4': '"resmlp_s12", patch_size=4, dim=64, depth=1',
-    '"vit_8x384", patch_size=4': '"vit_8x384", patch_size=4, dim=64, depth=1',
-}
-"""Replacements in the page that trains on CIFAR-10, for which a tiny folder of images stands in."""
 
 
 def code_blocks(page, language):
@@ -41,7 +32,7 @@ def pages():
     """Return the pages with Python, those with packages that are no dependency as ``foreign``."""
     for path in PAGES:
         blocks = code_blocks(path.read_text(), "python")
-        if blocks and path.name not in ELSEWHERE:
+        if blocks:
             foreign = re.search(r"(?:import|from) (?:transformers|timm|peft|monai)\b", "\n".join(blocks))
             yield pytest.param(path, marks=pytest.mark.foreign if foreign else pytest.mark.integration, id=path.name)
 
@@ -50,11 +41,6 @@ def pages():
 def test_python_of_the_page_runs(page, tmp_path, monkeypatch, recwarn):
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
-    if page.name == "vision_from_scratch.md":
-        write_images(tmp_path / "data" / "cifar10", size=32)
-        for full, small in SMALLER.items():
-            assert full in text
-            text = text.replace(full, small)
     names, blocks = {"__name__": page.name}, code_blocks(text, "python")
     if page == README:
         blocks.append(blocks.pop(0))  # shows one line of what the second one has in full
@@ -76,24 +62,11 @@ def check_README(names):
     assert tuple(type(callback) for callback in names["trainer"].callbacks[:2]) == ours
 
 
-def check_vision_from_scratch(names):
-    assert {layer.keep.bits for layer in names["pruning"].converted} >= {2, 3}
-    assert names["monitor"].report.saved_fraction > 0.5
-    assert_plain(names["model"])
-
-
 def check_lora(names):
-    trained, frozen, pruned, others = (nbytes for nbytes, _ in names["found"].values())
-    assert others < 0.5 * pruned < 0.5 * frozen < 0.5 * trained
-    packing = {row.fqn.split(".")[-1] for row in names["monitor"].report.rows if row.stored_bytes}
-    assert packing == {"down", "up", "head"}  # neither frozen layers nor the projection, which is frozen too
-    assert_plain(names["model"])
-
-
-def check_out_of_memory(names):
-    assert names["step"].peak_without(1.0) < names["step"].peak_without(0.5) < names["step"].peak_bytes
-    assert names["monitor"].report.stored_bytes < 0.5 * names["pruned"]
-    assert names["data"].batch_size == 32
+    found, report = names["found"], names["report"]
+    assert found["LoRA, balanced"] < 0.5 * found["LoRA"] < 0.5 * found["all weights trained"]
+    assert report.skipped
+    assert all("lora_B" in layer.fqn for layer in report.skipped)
 
 
 def check_more_models(names):
@@ -119,18 +92,19 @@ def check_rules(names):
 
 def check_memory(names):
     assert len(names["epochs"]) == 1
-    assert next(row for row in names["conversion"] if row["fqn"] == "mlp.1")["reason"]
+    assert next(row for row in names["conversion"] if row["fqn"] == "blocks.0.mlp.1")["reason"]
     assert {path.name for path in Path("figures").iterdir()} == {"layers.png", "epochs.png", "step.png"}
-
-
-def check_budget(names):
-    assert names["pruning"].state_dict()["memory_budget"]["number"] is not None
+    assert names["step"].peak_without(1.0) < names["step"].peak_without(0.5) < names["step"].peak_bytes
+    assert {row.method for row in names["estimated"].rows} >= {"dense", "max"}
     assert not names["found"].is_dense
     assert names["found"].peak_bytes <= 120 * 2**20 < names["found"].dense.peak_bytes
-    assert_plain(names["model"])
+    assert {layer.fqn.split(".")[1] for layer in names["pruning"].converted} == {"1", "2", "3"}  # 0 is a checkpoint
+    assert names["loaded"].batch_size == 32
+    assert_plain(names["net"])
 
 
-def check_migration(names):
+def check_plain_pytorch(names):
+    assert names["watch"].memory.stored_bytes < 0.5 * names["watch"].memory.dense_bytes
     (skipped,) = names["report"].skipped
     assert (skipped.fqn, "TheirLinear" in skipped.reason) == ("1", True)
 

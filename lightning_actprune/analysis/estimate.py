@@ -16,7 +16,7 @@ The largest batch that fits in some memory is found by steps of other batch size
 so the next size to simulate is where the line through two simulated peaks meets the memory. The search ends when a size
 fits and the next one does not, in a simulation or on the line.
 
-The peaks of 13 models were compared with those of CUDA's caching allocator on an H200 (``docs/estimate.md``).
+The peaks of 13 models were compared with those of CUDA's caching allocator on an H200 (``docs/memory.md``).
 """
 
 from __future__ import annotations
