@@ -117,7 +117,8 @@ class ActivationPruning(TrainerCallback):
         cuda_graphs: Whether to replay the modules that ``training_step`` calls from CUDA graphs, if the GPU would wait
             for Python; modules that cannot be replayed stay eager, and the reason is shown.
         verbose: What to print once per fit: nothing (``False`` or 0); the settings of operators, dense layers and the
-            results of the first batch in a few lines (1, the default); or also tables of layers (``True`` or 2).
+            results of the first batch in a few lines (1, the default), which an ``ActivationMemoryMonitor`` prints with
+            its own; or also tables of layers (``True`` or 2).
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a rule
