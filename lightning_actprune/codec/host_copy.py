@@ -17,6 +17,7 @@ knows of no other one: so that stream waits for a copy, and a tensor that anothe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import deque
@@ -175,8 +176,9 @@ class _Line:
         if coming and coming[0][0] != number - 1:  # another graph
             coming.clear()
         first = coming[-1][0] if coming else number
-        while coming.nbytes <= ON_THE_WAY and (before := self._copies.get(first := first - 1)) is not None:
-            coming.add(first, before.come())
+        with contextlib.suppress(torch.OutOfMemoryError):  # what has no room comes when it is read
+            while coming.nbytes <= ON_THE_WAY and (before := self._copies.get(first := first - 1)) is not None:
+                coming.add(first, before.come())
 
     def of_ticket(self, ticket: Tensor) -> HostCopy:
         """Return the copy that a ticket is for."""

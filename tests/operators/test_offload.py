@@ -110,6 +110,26 @@ def test_gradients_and_copies_where_a_cpu_stands_for_the_device(kind: str, moves
     assert not moves_on_a_cpu._copies
 
 
+def test_what_has_no_room_comes_when_it_is_read(
+    moves_on_a_cpu: host_copy._Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copy, "ON_THE_WAY", 0)
+    tensors = [torch.full((64, 64), number) for number in range(8)]
+    copies = [host_copy.share_copy(tensor) for tensor in tensors]
+    empty_like, asked = torch.empty_like, []
+
+    def allocate(x: Tensor, **options: object) -> Tensor:
+        asked.append(x)
+        if len(asked) % 2 == 0:  # each one that is not read yet
+            raise torch.OutOfMemoryError
+        return empty_like(x, **options)
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    for tensor, copy in zip(tensors[-2::-1], copies[-2::-1], strict=True):  # the last one has not left
+        torch.testing.assert_close(copy.unpack(), tensor, rtol=0, atol=0)
+    assert len(asked) > len(tensors)
+
+
 def test_inputs_in_16_bits_are_moved_too(moves_on_a_cpu: host_copy._Line) -> None:
     model = build("cpu").bfloat16()
     convert(model, rules=rules_for("16", True))
