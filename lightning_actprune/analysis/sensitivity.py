@@ -389,9 +389,10 @@ def measure_sensitivity(model: nn.Module, loss: Callable[[Any], Tensor], batches
     """Predict the error of weight gradients from 2, 3, 4 and 8 bits, and suggest bits for each layer.
 
     One forward and one backward a batch, in the mode (``model.train()``) and with the weights that the model has. They
-    leave no trace: parameters, gradients, buffers, modes and torch's random numbers are as before. Linear layers, transformers' ``Conv1D``, the projections of ``nn.MultiheadAttention`` and
-    convolutions are measured. The figures are those of the weights at that moment: measure again later in the training.
-    Gradients alone are asked for, which a reentrant checkpoint does not support: layers inside one are not measured.
+    leave no trace: parameters, gradients, buffers, modes and torch's random numbers are as before. Linear layers,
+    transformers' ``Conv1D``, the projections of ``nn.MultiheadAttention`` and convolutions are measured. The figures
+    are those of the weights at that moment: measure again later in the training. Gradients alone are asked for, which a
+    reentrant checkpoint does not support: layers inside one are not measured.
 
     Predictions are means over random errors, from which one batch differs by a few per cent.
 
