@@ -134,10 +134,8 @@ class _Measured:
 
     def allocate(self, max_error: float, kinds: dict[Kind, int]) -> _Candidate:
         """Return the choice of fewest bytes that meets the bound, if one does, with these bits of kinds."""
-        left = max_error**2 - self.candidate({}, kinds).others
-        most = min(1.0, LAYER_SHARE * max_error)
-        chosen = allocate(self.options(kinds), math.sqrt(max(left, 0.0)), most)
-        return self.candidate(chosen, kinds)
+        others = self.candidate({}, kinds).others
+        return self.candidate(allocate(self.options(kinds), max_error, others), kinds)
 
     def allocate_all(self, max_error: float) -> _Candidate:
         """Return the choice of fewest bytes; the measured kinds get one size of bits more after the other."""
@@ -325,10 +323,6 @@ class BitsProbe:
         bits_of = {name: row.bits for name, row in best.layers.items()}
         errors = math.sqrt(best.error), math.sqrt(best.others)
         return BitsChoice(bits_of, average, *errors, operators, best.nbytes - now.nbytes)
-
-
-LAYER_SHARE = 3.0
-"""How much larger the error of a single layer may be than that of all layers together."""
 
 
 def _list_numbers(measured: MeasuredLayer, mean_over: int) -> list[Tensor | float]:

@@ -53,6 +53,8 @@ from lightning_actprune.operators.hooks import ForwardHook, is_recomputation
 from lightning_actprune.operators.registry import weights_of
 from lightning_actprune.report import LayerReport, make_table
 
+LAYER_SHARE = 3.0
+"""How much larger the error of a single layer may be than that of all layers together."""
 CHUNK = 2**22
 """Values whose errors are in memory at once."""
 _STATES = "_state", "_recompute"
@@ -98,22 +100,20 @@ class SensitivityReport:
         """Return the rows as numbers and strings: ``pandas.DataFrame(report.to_rows())`` is a table."""
         return [asdict(row) for row in self.rows]
 
-    def suggest(self, max_error: float = 0.1, max_layer_error: float = 0.3) -> dict[str, Keep | None]:
+    def suggest(self, max_error: float = 0.1) -> dict[str, Keep | None]:
         """Return rules that keep few bytes, for ``ActivationPruning(rules=...)`` or ``convert(model, rules=...)``.
 
         A layer that has to keep its input unchanged stays dense (``None``).
 
         Args:
             max_error: Largest error of gradients, each relative to its own norm, in [0, 1]: root of the mean of its
-                square over all trained values.
-            max_layer_error: Largest norm of the error of a layer's weight gradient over the norm of this gradient, in
-                [0, 1].
+                square over all trained values. That of a single layer may be three times as large.
 
         Raises:
-            TypeError: If an argument is no number.
-            ValueError: If an argument is out of range.
+            TypeError: If the argument is no number.
+            ValueError: If the argument is out of range.
         """
-        chosen = allocate(self.rows, max_error, max_layer_error)
+        chosen = allocate(self.rows, max_error)
         # All settings are named, so that no preset changes one.
         return {
             escape_glob(fqn): Keep(row.bits, 0.0, 32, "sample", "largest", 1.0, 0) if row.bits else None
@@ -134,10 +134,13 @@ class SensitivityReport:
         return table
 
 
-def allocate(rows: Iterable[LayerSensitivity], max_error: float, max_layer_error: float) -> dict[str, LayerSensitivity]:
-    """Return a row for each layer: few bytes, and predicted errors of at most these (``SensitivityReport.suggest``)."""
-    bound = check_share(max_error, "max_error") ** 2
-    most = check_share(max_layer_error, "max_layer_error")
+def allocate(rows: Iterable[LayerSensitivity], max_error: float, others: float = 0.0) -> dict[str, LayerSensitivity]:
+    """Return a row for each layer: few bytes, and predicted errors within the bound of ``SensitivityReport.suggest``.
+
+    ``others`` is the square of the error that is not from these layers and counts, too.
+    """
+    bound = max(check_share(max_error, "max_error") ** 2 - others, 0.0)
+    most = min(1.0, LAYER_SHARE * max_error)
     options: dict[str, list[LayerSensitivity]] = {}
     for row in rows:
         if row.error <= most:

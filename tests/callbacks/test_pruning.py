@@ -259,7 +259,7 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, bar:
     bars = [bar()] if bar else []
     run = fit(Retained(), *ours, *bars, enable_progress_bar=bool(bar), max_epochs=3)
     text = capsys.readouterr().out + ("" if bar else caplog.text)
-    once = "Activation pruning: 3", "1 linear layer stays dense", "MiB dense ->", "Peak of the step"
+    once = "Activation pruning: 3", "1 linear layer dense now", "MiB dense ->", "Peak of the step"
     assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
     in_detail = "Layers that stay dense", "by who keeps", "Memory of the step"
     assert [text.count(part) for part in in_detail] == [level == 2] * len(in_detail)
