@@ -23,12 +23,7 @@ With ``q_n`` the sum of squares of block ``n`` of an input, the share of its ene
 A dropped block is lost for the weight gradient, again and again where the same features have the smallest norms. The
 error of quantization has mean zero instead, and cancels over rows and steps. So dropping suits inputs whose energy is
 concentrated, for example behind an activation function. Behind a LayerNorm all blocks look alike, and half of them hold
-nearly half of the energy: for independent normal values and blocks of 32 values ``e`` is .41 at a sparsity of .5.
-
-Shares at a sparsity of .5 at the start of training (b = 32): ResMLP-S12 .16 (token mixing), .21 (fc1), .17 (fc2); ViT
-.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34. The cosine between pruned and exact weight gradient in the middle of
-training is .99, .86, .94 (ResMLP), .77, .84, .90 (ViT), .90, .88, .86 (GPT); with two bits for every value instead it
-is .97 to .99, .92 to .98, .98 to .99 (``benchmarks/trainings.py --gradients``).
+nearly half of the energy (``docs/how_it_works.md``).
 
 **Recomputation.** Compression saves next to nothing in layers that run only inside an activation checkpoint. Such a
 region keeps only its input. It runs again when backward reaches it, and what its layers save then lives until its own

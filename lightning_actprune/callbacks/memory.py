@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,21 @@ class ActivationMemoryMonitor(TrainerCallback):
         """
         if self._report is None:
             raise MisconfigurationException("There is no step to draw yet. HINT: call `trainer.fit` with this monitor.")
-        return _save_figures(self._report, self.history, Path(folder)) or []
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            return []
+        rows, figures = self._report.to_rows(), {}
+        if rows:
+            epoch = f", epoch {self._history[-1]['epoch']}" if self._history else ""
+            figures["layers"] = layers_picture(rows, f"Kept for backward{epoch}")
+        if self._history:
+            figures["epochs"] = epochs_picture(self.history)
+        if self._report.step is not None and self._report.step.moments:
+            figures["step"] = step_picture({"Memory over the step": self._report.step})
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        files = {Path(folder) / f"{name}.png": figure for name, figure in figures.items()}
+        for path, figure in files.items():
+            figure.savefig(path, dpi=_DPI)
+        return list(files)
 
     # === Hooks, in the order of a fit =================================================================================
 
@@ -346,7 +360,7 @@ def _is_last(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int)
     return completes and 0 < trainer.max_steps <= trainer.global_step + steps
 
 
-# === Logging and files ================================================================================================
+# === Logging ================================================================================================
 def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport | None, in_bar: bool) -> None:
     """Log the totals as means over the ranks, if every rank has measured a step.
 
@@ -448,20 +462,3 @@ def _check_alone(trainer: pl.Trainer) -> None:
             f"A Trainer takes one ActivationMemoryMonitor, got {count}: they log under the same names, so loggers "
             "would get means over all of them. HINT: keep one of them in `callbacks`."
         )
-
-
-@rank_zero_only
-def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write the pictures that show anything, and return the files."""
-    rows, figures = report.to_rows(), {}
-    if rows:
-        figures["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
-    if history:
-        figures["epochs"] = epochs_picture(history)
-    if report.step is not None and report.step.moments:
-        figures["step"] = step_picture({"Memory over the step": report.step})
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {folder / f"{name}.png": figure for name, figure in figures.items()}
-    for path, figure in files.items():
-        figure.savefig(path, dpi=_DPI)
-    return list(files)
