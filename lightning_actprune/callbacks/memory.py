@@ -389,7 +389,6 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
             )
         return
     assert report is not None, "all ranks have measured"
-    _check_trainer(trainer, pl_module)
     has_dense = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
     for name, value in _compute_totals(report, has_dense).items():
         prog_bar = in_bar and name == _BAR_NAMES[has_dense]
@@ -400,22 +399,12 @@ def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Mem
     """Send the totals of this rank to ``callback_metrics`` and the progress bar, before the epoch ends."""
     if trainer.barebones:
         return
-    _check_trainer(trainer, pl_module)
     has_dense = report.dense_bytes is not None
     for name, value in _compute_totals(report, has_dense).items():
         prog_bar = in_bar and name == _BAR_NAMES[has_dense]
         on_host = torch.tensor(value)  # the progress bar reads it after each batch, and would wait for the GPU
         pl_module.log(
             name, on_host, on_step=True, on_epoch=False, prog_bar=prog_bar, logger=False, batch_size=_BATCH_SIZE
-        )
-
-
-def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Raise if the module would log through another Trainer; Lightning's own error blames something else."""
-    if pl_module.trainer is not trainer:
-        raise MisconfigurationException(
-            "ActivationMemoryMonitor cannot log: the model was given to another Trainer during this fit. HINT: pass "
-            "the other Trainer a copy of the model, or reset `model.trainer` to this one afterwards."
         )
 
 
