@@ -40,15 +40,7 @@ from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import in_compiled_region, is_recomputation
-from lightning_actprune.report import (
-    as_text,
-    cut_rows,
-    describe_keep,
-    group_by_place,
-    make_table,
-    mib,
-    percent,
-)
+from lightning_actprune.report import as_text, cut_rows, describe_keep, group_by_place, make_table, mib, percent
 
 
 @dataclass
