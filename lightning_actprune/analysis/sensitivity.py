@@ -427,29 +427,23 @@ def measure_sensitivity(model: nn.Module, loss: Callable[[Any], Tensor], batches
                 "layers or convolutions require gradients."
             )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        squares, errors, count = defaultdict[Tensor, float](float), dict.fromkeys(measured, 0.0), 0
+        squares = defaultdict[Tensor, float](float)
         for batch in batches:
-            count += 1
-            for layer in measured:
-                layer.error = None
             grads = torch.autograd.grad(_check_loss(loss(batch)), parameters, allow_unused=True)
-            norms = squared_norms(dict(zip(parameters, grads, strict=True)))
-            of_batch = {layer: layer.error for layer in measured if layer.error is not None}
-            if all(number.isfinite() for number in (*norms.values(), *of_batch.values())):
-                for parameter, square in norms.items():
-                    squares[parameter] += float(square)
-                for layer, error in of_batch.items():
-                    errors[layer] += float(error)
-        if not count:
+            for parameter, square in squared_norms(dict(zip(parameters, grads, strict=True))).items():
+                squares[parameter] += float(square)
+        if not squares:
             raise ValueError(
-                "`batches` must hold at least one batch, got none. HINT: an iterator can be read only once."
+                "`batches` must hold at least one batch, whose loss depends on trained parameters, got none. HINT: an "
+                "iterator can be read only once."
             )
-        values = sum(parameter.numel() for parameter, square in squares.items() if square)
+        values = sum(parameter.numel() for parameter, total in squares.items() if total)
         rows: list[LayerSensitivity] = []
-        for layer, total in errors.items():
+        for layer in measured:
+            error = 0.0 if layer.error is None else float(layer.error)
             own = math.fsum(squares[weight] for weight in layer.weights)
-            if total and own:
-                relative = {bits: math.sqrt(total * ratio(bits) / own) for bits in (*BITS, None)}
+            if error and own and math.isfinite(error / own):
+                relative = {bits: math.sqrt(error * ratio(bits) / own) for bits in (*BITS, None)}
                 rows += [layer.row(bits, each, values, layer.nbytes) for bits, each in relative.items()]
             else:
                 kind = torch_class(type(layer.layer)).__name__

@@ -231,9 +231,9 @@ def tabulate_keepers(step: StepMemory, epoch: int) -> Table:
     table = make_table(
         f"Kept at the end of the forward, by who keeps it, epoch {epoch}", "Kept by", "Tensors", "MiB", "Share"
     )
-    cut = _MOST_KEEPERS if len(groups) > _MOST_KEEPERS + 1 else len(groups)
-    rows = [(group.label + (", packed" if group.packed else ""), group.count, group.nbytes) for group in groups[:cut]]
-    if rest := groups[cut:]:
+    largest, rest = cut_rows(groups, _MOST_KEEPERS)
+    rows = [(group.label + (", packed" if group.packed else ""), group.count, group.nbytes) for group in largest]
+    if rest:
         count, nbytes = sum(group.count for group in rest), sum(group.nbytes for group in rest)
         rows.append((f"... and {len(rest)} more", count, nbytes))
     for label, count, nbytes in rows:
