@@ -38,6 +38,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import linecache
 import math
 import random
 import sys
@@ -45,6 +46,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -405,8 +407,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         name = self._describe_running()
         return (
             f"A step of this model cannot be simulated: in {name}, {func.overloadpacket.__name__} {what}, and floating-"
-            "point tensors have no values here. HINT: let no control flow depend on such values, or measure a real "
-            "step with ActivationMemoryMonitor."
+            f"point tensors have no values here{_describe_caller()}. HINT: let no control flow depend on such values, "
+            "or measure a real step with ActivationMemoryMonitor."
         )
 
     def _describe_running(self) -> str:
@@ -469,6 +471,20 @@ def _count_values(results: Any) -> int:
     if isinstance(results, (list, tuple)):
         return sum(map(_count_values, results))
     return results.shape.numel() if isinstance(results, _Layout) else 0
+
+
+def _describe_caller() -> str:
+    """Return a clause with the file and line that called torch."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f" ({file}:{number}: {linecache.getline(file, number).strip()})"
+
+
+_NOT_THE_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
