@@ -111,9 +111,8 @@ class Study:
 
     def of_equal_bits(self, bits: int) -> Record:
         """Return the figures of the weight gradients if all linear layers and convolutions keep ``bits`` bits."""
-        names = ["type:linear", "type:convolution"]
-        rows = measure_sensitivity(self.model, self.loss, [None], bits=(bits,), names=names).rows
-        rules: dict[str, Keep | None] = {row.fqn: Keep(bits, min_rows_for_low_bits=0) for row in rows if row.bits}
+        rows = [row for row in measure_sensitivity(self.model, self.loss, [None]).rows if row.bits == bits]
+        rules: dict[str, Keep | None] = {row.fqn: Keep(bits, min_rows_for_low_bits=0) for row in rows}
         convert(self.model, rules={**rules, "*": None})
         predicted = math.sqrt(math.fsum(row.share**2 for row in rows))
         return _figures(bits, predicted, self._compare()[0], None)

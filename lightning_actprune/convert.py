@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -665,10 +665,6 @@ def _make_marks(layer: CompressedLayer, name: str, of_model: Model) -> Marks | N
 
 
 # === Hooks for saved tensors of other operations ======================================================================
-class _Detachable(Protocol):
-    def detach(self) -> None: ...
-
-
 class _Attached(dict[str, Any]):
     """The attached hooks by owner, an attribute of the model; copies of a model have no hooks."""
 
@@ -679,8 +675,8 @@ class _Attached(dict[str, Any]):
         return dict, ()  # no class of this package
 
 
-def detach_with_revert(model: nn.Module, watch: _Detachable) -> None:
-    """Let ``revert``, called without an owner, detach what watches the forwards of ``model``."""
+def detach_with_revert(model: nn.Module, watch: Any) -> None:
+    """Let ``revert``, called without an owner, call ``watch.detach``."""
     watches = vars(model)[_WATCHES] = _Attached(vars(model).get(_WATCHES, {}))
     watches[new_owner(type(watch).__name__)] = watch
 

@@ -325,9 +325,9 @@ def make_table(title: str, *columns: str) -> Table:
     return table
 
 
-def cut_rows(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def cut_rows(rows: Sequence[Any], most: int = MAX_ROWS) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the rows to show and the others, which one more row sums up; a single row is always shown."""
-    cut = len(rows) if len(rows) <= MAX_ROWS + 1 else MAX_ROWS
+    cut = len(rows) if len(rows) <= most + 1 else most
     return rows[:cut], rows[cut:]
 
 

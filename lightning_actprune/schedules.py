@@ -237,26 +237,25 @@ def _list_sparsities(sparsity: float | SparsitySchedule) -> list[float]:
 
 def check_sparsity(value: Any, name: str = "sparsity") -> float:
     """Return ``value`` as a float in [0, 1), the fraction of blocks to drop."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"`{name}` must be a number in [0, 1), got {value!r} of type {type(value).__name__}. "
-            "HINT: pass the fraction of blocks to drop, such as 0.6, or a SparsitySchedule if it changes in training."
-        )
-    number = float(value)
-    if math.isnan(number) or not 0.0 <= number < 1.0:
-        raise ValueError(
-            f"`{name}` must be in [0, 1), got {value!r}. HINT: it is the fraction of blocks dropped, not a percentage; "
-            "0 keeps everything (the dense layer), 0.6 drops 60 %."
-        )
-    return number
+    hint = (
+        "the fraction of blocks dropped, not a percentage; 0 keeps everything (the dense layer), 0.6 drops 60 %. Pass "
+        "a SparsitySchedule if it changes in training."
+    )
+    return _check_number(value, name, "[0, 1)", hint)
 
 
 def _check_fraction(value: Any, name: str) -> float:
     """Return ``value`` as a float in [0, 1], a point of the training."""
-    hint = "HINT: it is a fraction of the whole training, not a number of steps; 0.1 is a tenth of it."
+    return _check_number(value, name, "[0, 1]", "a fraction of the training, not a number of steps; 0.1 is a tenth.")
+
+
+def _check_number(value: Any, name: str, interval: str, hint: str) -> float:
+    """Return ``value`` as a float if it is in ``interval``, which is ``"[0, 1]"`` or ``"[0, 1)"``."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a number in [0, 1], got {value!r} of type {type(value).__name__}. {hint}")
+        raise TypeError(
+            f"`{name}` must be a number in {interval}, got {value!r} of type {type(value).__name__}. HINT: it is {hint}"
+        )
     number = float(value)
-    if math.isnan(number) or not 0.0 <= number <= 1.0:
-        raise ValueError(f"`{name}` must be in [0, 1], got {value!r}. {hint}")
+    if not 0.0 <= number <= 1.0 or (number == 1.0 and interval == "[0, 1)"):
+        raise ValueError(f"`{name}` must be in {interval}, got {value!r}. HINT: it is {hint}")
     return number

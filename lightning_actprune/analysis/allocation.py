@@ -18,20 +18,10 @@ block is kept like ``max`` while any block is, then like ``balanced``, and is de
 attention saves.
 
 A block runs again as a whole. The two other changes go layer by layer, in the same order: convolutions, linear layers,
-activation functions, layer scales, affine layers, norms. By the squared error that each GiB removes (table
-``operators`` of ``benchmarks/results/steps.json``: one operator in few bits, ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt;
-for convolutions ResNet, ConvNeXt and patch embeddings)::
-
-                    max -> balanced     balanced -> dense
-    convolution     .08 to 8            .002 to .2
-    linear          .1 to 1.3           .0005 to .009
-    activation      0 to .06            0 to .002
-    norm            0, four bits both   .00004 to .007
-
-Time gives the same order: each MiB that a linear layer does not pack saves 1 to 1.5 us (``kernels.json``), while
-activation functions and norms in few bits take no longer than dense ones (same file). Times in the first record vary by
-more than an operator takes. What operations of a block save besides its layers, above all attention's inputs, is nearly
-exact anyway, and becomes dense with the last layer.
+activation functions, layer scales, affine layers, norms. That is by the squared error that each byte removes (table
+``operators`` of ``benchmarks/results/steps.json``), and by time: a linear layer that does not pack saves it, while
+activation functions and norms in few bits take no longer than dense ones. What operations of a block save besides its
+layers, above all attention's inputs, is nearly exact anyway, and becomes dense with the last layer.
 
 Along the path a step takes less time, and once no block runs again its gradient becomes more exact. Its peak grows,
 with exceptions: if two layers share a tensor and one of them is dense, the other packs what is kept anyway. So
@@ -57,7 +47,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, StepOptions, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_and_check, convert_layers, new_owner
@@ -449,11 +439,11 @@ def allocate(
             "`preset` must be one that keeps few bits, got 'recompute'. HINT: use 'max'; blocks run again where "
             "nothing else fits."
         )
-    options = {"loss": loss, "precision": precision, "optimizer": optimizer}
+    options: StepOptions = {"loss": loss, "precision": precision, "optimizer": optimizer}
 
     def simulated(config: Config | None) -> StepMemory:
         prepare = None if config is None else partial(convert_copy, config)
-        return simulate(model, batch, prepare, **options)  # type: ignore[arg-type]
+        return simulate(model, batch, prepare, **options)
 
     return Allocator(check_model(model), simulated, preset, rules).fit(budget)
 

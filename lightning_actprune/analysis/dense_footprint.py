@@ -88,14 +88,16 @@ class DenseForward:
         self._real: dict[int, Tensor] = {}
         self._keys: dict[StorageWeakRef, tuple[StorageWeakRef, int]] = {}
         saved: list[Tensor] = []
-        cached, generators, parametrized = (
-            torch.is_autocast_cache_enabled(),
-            python_generators(),
-            parametrize._cache_enabled,
-        )
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)  # a fake tensor has no memory that the list could keep
+            return tensor
+
+        cached, generators = torch.is_autocast_cache_enabled(), python_generators()
+        parametrized = parametrize._cache_enabled
         with (
             FakeMode(allow_non_fake_inputs=True),
-            torch.autograd.graph.saved_tensors_hooks(_make_pack_hook(saved), lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             # Otherwise these caches would keep copies of fake parameters, and return them for real ones later.
             torch.set_autocast_cache_enabled(False)
@@ -204,16 +206,6 @@ class _QuantizedLinear(nn.Module):
         weight = torch.empty(layer.out_features, layer.in_features, dtype=x.dtype, device=x.device)
         self._pair(weight, layer.weight)
         return nn.functional.linear(x, weight)
-
-
-def _make_pack_hook(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a pack hook that lists saved tensors; fake tensors have no memory that the list could keep."""
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    return note
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -33,7 +33,14 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.simulate_step import Loss, MakeOptimizer, Prepare, has_known_values, open_simulation
+from lightning_actprune.analysis.simulate_step import (
+    Loss,
+    MakeOptimizer,
+    Prepare,
+    StepOptions,
+    has_known_values,
+    open_simulation,
+)
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.codec.private import tree_leaves
 from lightning_actprune.config import PresetName, join_names
@@ -189,9 +196,8 @@ def estimate(
         if name != DENSE:
             prepare = _checkpoint_blocks if name == CHECKPOINT else partial(_convert, cast(PresetName, name))
         try:
-            with open_simulation(
-                model, batch, prepare, loss=loss, precision=precision, optimizer=optimizer
-            ) as simulate_batch:
+            options: StepOptions = {"loss": loss, "precision": precision, "optimizer": optimizer}
+            with open_simulation(model, batch, prepare, **options) as simulate_batch:
                 step = simulate_batch(batch)
                 largest = None if memory is None else find_largest_batch(simulate_batch, batch, step, memory)
                 rows.append(EstimateRow(name, step, largest_batch=largest))

@@ -23,12 +23,7 @@ With ``q_n`` the sum of squares of block ``n`` of an input, the share of its ene
 A dropped block is lost for the weight gradient, again and again where the same features have the smallest norms. The
 error of quantization has mean zero instead, and cancels over rows and steps. So dropping suits inputs whose energy is
 concentrated, for example behind an activation function. Behind a LayerNorm all blocks look alike, and half of them hold
-nearly half of the energy: for independent normal values and blocks of 32 values ``e`` is .41 at a sparsity of .5.
-
-Shares at a sparsity of .5 at the start of training (b = 32): ResMLP-S12 .16 (token mixing), .21 (fc1), .17 (fc2); ViT
-.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34. The cosine between pruned and exact weight gradient in the middle of
-training is .99, .86, .94 (ResMLP), .77, .84, .90 (ViT), .90, .88, .86 (GPT); with two bits for every value instead it
-is .97 to .99, .92 to .98, .98 to .99 (``benchmarks/trainings.py --gradients``).
+nearly half of the energy (``docs/how_it_works.md``).
 
 **Recomputation.** Compression saves next to nothing in layers that run only inside an activation checkpoint. Such a
 region keeps only its input. It runs again when backward reaches it, and what its layers save then lives until its own
@@ -76,8 +71,7 @@ from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_par
 from lightning_actprune.codec.dispatch import may_compress
 from lightning_actprune.codec.pack_cache import Retainers
 from lightning_actprune.codec.private import top_saved_tensors_hooks
-from lightning_actprune.config import check_share
-from lightning_actprune.convert import revert_layers
+from lightning_actprune.convert import is_converted, revert_layers
 from lightning_actprune.operators.base import CompressedLayer, Converted, LayerState, torch_class
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import ForwardHook, eager_modules, is_recomputation
@@ -389,29 +383,27 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
 
 
 class EnergyProbe(CallWatcher):
-    """Find, in one real training forward, the layers whose dropped blocks hold much of their input's energy.
+    """Find, in one real training forward, the layers whose dropped blocks hold too much of their input's energy.
 
     It does not judge a layer that keeps nothing (a frozen one), was not called, or got only zeros or non-finite values.
     The step is not disturbed.
 
     Args:
         model: The module that ``convert`` was called on.
-        limit: Largest share of the energy that dropped blocks may hold, in [0, 1]; by default each layer's own
-            ``keep.max_dropped_energy``.
         sparsity: Least sparsity to judge layers at, if you will raise it; layers at 0 are judged only then. Layers with
             a schedule in ``ActivationPruning`` are always judged at its highest sparsity.
         eagerly: Whether compiled modules run eagerly in this context, as inside ``RetentionProbe``. Otherwise nothing
             inside them is seen.
 
     Raises:
-        TypeError: If ``limit`` or ``sparsity`` is not a number.
-        ValueError: If ``limit`` or ``sparsity`` is out of range.
+        TypeError: If ``sparsity`` is not a number.
+        ValueError: If ``sparsity`` is out of range.
 
     Example:
         >>> from lightning_actprune import Keep, convert
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-        >>> report = convert(model, rules={"*": Keep(bits=4, sparsity=0.5)})
-        >>> with EnergyProbe(model, 0.2) as probe:
+        >>> report = convert(model, rules={"*": Keep(bits=4, sparsity=0.5, max_dropped_energy=0.2)})
+        >>> with EnergyProbe(model) as probe:
         ...     loss = model(torch.ones(16, 64)).sum()
         >>> probe.shares["0"]  # of two equal blocks one is dropped
         0.5
@@ -419,11 +411,8 @@ class EnergyProbe(CallWatcher):
         ('0', 0.0)
     """
 
-    def __init__(
-        self, model: nn.Module, limit: float | None = None, *, sparsity: float = 0.0, eagerly: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, *, sparsity: float = 0.0, eagerly: bool = False) -> None:
         super().__init__(model, eagerly=eagerly)
-        self._limit = None if limit is None else check_share(limit, "limit")
         self._sparsity = check_sparsity(sparsity)
         self._sums: dict[object, Tensor] = {}
 
@@ -449,16 +438,11 @@ class EnergyProbe(CallWatcher):
 
     @property
     def spread(self) -> dict[str, float]:
-        """The shares above the limit."""
-        limits = {fqns[0]: self._find_limit(layer) for fqns, layer in input_layers(self._model)}
-        return {name: share for name, share in self.shares.items() if share > limits[name]}
-
-    def _find_limit(self, layer: nn.Module) -> float:
-        if self._limit is not None:
-            return self._limit
-        # Attention that is routed for its output projection alone has no state.
-        has_limit = isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
-        return layer.keep.max_dropped_energy if has_limit else 1.0  # type: ignore[union-attr, return-value]
+        """The shares above the limit of a layer, its ``keep.max_dropped_energy``."""
+        limits = {
+            fqns[0]: layer.keep.max_dropped_energy for fqns, layer in input_layers(self._model) if is_converted(layer)
+        }
+        return {name: share for name, share in self.shares.items() if share > limits.get(name, 1.0)}
 
     def apply(self, report: ConversionReport) -> list[str]:
         """Let the layers above the limit drop no block; call it after the context.

@@ -88,7 +88,9 @@ class FirstForwards:
             return
         if self._open is not None:  # the model calls itself, or an interrupt has ended its last forward
             self.detach()
-        elif module.training and torch.is_grad_enabled() and not _cannot_be_watched():
+            return
+        is_visible = not are_functorch_transforms_active() and not is_recomputation()
+        if module.training and torch.is_grad_enabled() and is_visible:
             if self._probe is None:
                 self._open = RetentionProbe(module, (args, kwargs)).enter_inside(args, kwargs)
                 return
@@ -110,7 +112,3 @@ class FirstForwards:
         else:
             self.memory = self._report.memory = watch.report()
             self.detach()
-
-
-def _cannot_be_watched() -> bool:
-    return are_functorch_transforms_active() or is_recomputation()

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.analysis.recorder import input_layers
 from lightning_actprune.analysis.second_backward import Kind, SecondBackward, add_to, exact_square, mean_square
@@ -38,18 +37,15 @@ from lightning_actprune.analysis.sensitivity import (
     ErrorWatcher,
     LayerSensitivity,
     MeasuredLayer,
-    SensitivityReport,
-    Setting,
+    allocate,
+    find_measurable,
+    ratio,
     squared_norms,
-    sum_of,
     unchanged,
-    weights_in,
 )
-from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.config import BITS, TYPE, Config, Family, Keep, Operator, PresetName, check_model, check_share
 from lightning_actprune.convert import convert_layers, is_converted, new_owner, revert, revert_layers
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.report import ConversionReport
 
 TOO_LARGE, _WORTH = 1.25, 0.9
@@ -103,7 +99,7 @@ class _Measured:
     """What batches have shown.
 
     Args:
-        layers: Each layer with its numbers (``_ConvertedLayer.numbers``), the square of its own error in the step, and
+        layers: Each layer with its numbers (``_list_numbers``), the square of its own error in the step, and
             that of its exact gradient.
         values: How many trained values have a gradient.
         others: Mean square of the errors from other operators in the first batch.
@@ -111,7 +107,7 @@ class _Measured:
         energies: Mean square of the errors that a kind brings, of those that were measured.
     """
 
-    layers: list[tuple[_ConvertedLayer, list[float], float, float]]
+    layers: list[tuple[MeasuredLayer, list[float], float, float]]
     values: int
     others: float
     counts: dict[Kind, float]
@@ -138,10 +134,8 @@ class _Measured:
 
     def allocate(self, max_error: float, kinds: dict[Kind, int]) -> _Candidate:
         """Return the choice of fewest bytes that meets the bound, if one does, with these bits of kinds."""
-        left = max_error**2 - self.candidate({}, kinds).others
-        report = SensitivityReport(self.options(kinds), [], 1, 0, "sample")
-        chosen = report.allocate(math.sqrt(max(left, 0.0)), min(1.0, LAYER_SHARE * max_error))
-        return self.candidate(chosen, kinds)
+        others = self.candidate({}, kinds).others
+        return self.candidate(allocate(self.options(kinds), max_error, others), kinds)
 
     def allocate_all(self, max_error: float) -> _Candidate:
         """Return the choice of fewest bytes; the measured kinds get one size of bits more after the other."""
@@ -170,17 +164,12 @@ class BitsProbe:
     """
 
     def __init__(self, model: nn.Module, owner: str, config: Config, known: Container[str] = ()) -> None:
-        self._layers: dict[nn.Module, _ConvertedLayer] = {}
-        for fqns, module in input_layers(model):
-            weights = [weight for weight in weights_in(module) if weight.requires_grad]
-            if fqns[0] in known or not weights or is_parametrized(module, "weight"):
-                continue
-            layer: Any = module
-            if not is_converted(layer) or layer.owner != owner or config.names_bits(fqns, layer.operator_of(layer)):
-                continue
-            if layer.bits and not layer.highest_sparsity:
-                setting = Setting(8, 0.0, layer.block_size, layer.keep.topk_over)
-                self._layers[module] = _ConvertedLayer(fqns, module, (setting,), weights)
+        self._layers = [
+            measured
+            for fqns, measured in find_measurable(model, owner)
+            if fqns[0] not in known and not config.names_bits(fqns, measured.layer.operator_of(measured.layer))
+            if measured.layer.bits and not measured.layer.highest_sparsity
+        ]
         self._config = config
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._kind: Kind | None = None
@@ -200,7 +189,7 @@ class BitsProbe:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches of a checkpoint."""
-        by_name = {layer.name: layer for layer in self._layers.values()}
+        by_name = {layer.name: layer for layer in self._layers}
         layers = [(by_name[name], *row) for name, row in state["layers"].items() if name in by_name]
         counts, energies = ({Kind(*kind): each for *kind, each in state[name]} for name in ("counts", "energies"))
         self._measured = _Measured(layers, state["values"], state["others"], counts, energies)
@@ -208,12 +197,11 @@ class BitsProbe:
 
     def _start(self) -> None:
         """Forget a batch that came to nothing."""
-        first = self._layers if self._kind is None else {}
-        for measured in first.values():
-            measured.batch, measured.nbytes = None, []
+        first = self._layers if self._kind is None else []
+        for measured in first:
+            measured.error, measured.nbytes = None, 0
         # The first batch may have shown that a layer is better left dense.
-        watched = [measured for measured in first.values() if is_converted(measured.layer)]
-        self._watcher = ErrorWatcher({measured.layer: measured for measured in watched})
+        self._watcher = ErrorWatcher(measured for measured in first if is_converted(measured.layer))
         self._squares: dict[Tensor, Tensor] = {}
         self._others: dict[Tensor, Tensor] = {}
         self._own: dict[Tensor, Tensor] = {}
@@ -233,7 +221,7 @@ class BitsProbe:
     def backward_starts(self, loss: Tensor) -> None:
         """Measure in the backward of a loss which errors come from other operators."""
         self._end_second()
-        weights = {weight for layer in self._layers.values() for weight in layer.weights}
+        weights = {weight for layer in self._layers for weight in layer.weights}
         self._second = SecondBackward(loss, weights if self._kind is None else (), self._kind)
 
     def _end_second(self) -> None:
@@ -288,12 +276,12 @@ class BitsProbe:
 
     def _add_batch(self, over_ranks: Callable[[Tensor], Tensor], mean_over: int) -> _Measured | None:
         """Return what the batches of all ranks have shown; ``None`` if the last one has shown nothing."""
-        layers = [measured for measured in self._layers.values() if self._measured is None]
-        zero = torch.zeros_like(sum_of(self._squares.values()))
+        layers = self._layers if self._measured is None else []
+        zero = torch.zeros_like(next(iter(self._squares.values()), torch.zeros((), dtype=torch.float64)))
         sums = (self._others, mean_over), (self._own, mean_over), (self._squares, 1)
         parts: list[list[Any]] = [[self._counts[kind] for kind in _KINDS]]
         parts += [[of.get(parameter, zero) / ranks for parameter in self._trained] for of, ranks in sums]
-        parts += [measured.numbers(mean_over) for measured in layers]
+        parts += [_list_numbers(measured, mean_over) for measured in layers]
         numbers = torch.stack([torch.as_tensor(number).to(zero) for part in parts for number in part])
         read: list[float] = over_ranks(numbers).tolist()
         each = iter(read)
@@ -337,45 +325,10 @@ class BitsProbe:
         return BitsChoice(bits_of, average, *errors, operators, best.nbytes - now.nbytes)
 
 
-LAYER_SHARE = 3.0
-"""How much larger the error of a single layer may be than that of all layers together."""
-
-
-@dataclass(eq=False)
-class _ConvertedLayer(MeasuredLayer):
-    """A converted layer that is measured.
-
-    Args:
-        ran_at: Bits in which the step would keep the input alone.
-    """
-
-    ran_at: int = 0
-
-    def see_input(self, x: Tensor) -> Tensor:
-        layer: Any = self.layer
-        is_fine = not isinstance(layer, Convolution) and layer._state.is_fine(x)
-        self.ran_at = 8 if is_fine else layer.bits
-        errors: Tensor = super().see_input(x)
-        return errors
-
-    def numbers(self, mean_over: int) -> list[Tensor | float]:
-        """Return the squares of the errors at eight bits and at the bits of the step, and bytes at eight bits."""
-        error = 0.0 if self.batch is None else self.batch.sum() / mean_over
-        return [error, error * ratio(self.ran_at), float(sum(self.nbytes))]
-
-    def row(self, bits: int | None, error: float, values: int, nbytes: float) -> LayerSensitivity:
-        """Return the error and the bytes of this layer in ``bits`` bits.
-
-        Args:
-            bits: The bits; ``None`` keeps the values unchanged, in 16 bits.
-            error: Relative error.
-            values: How many trained values there are.
-            nbytes: Bytes at eight bits.
-        """
-        block = self.settings[0].block_size
-        size = 2 * block if bits is None else row_bytes(block, bits, 0)
-        size = round(nbytes * size / row_bytes(block, 8, 0))
-        return LayerSensitivity(self.name, self.kind, 0.0, bits, error, self.share(error, values), size)
+def _list_numbers(measured: MeasuredLayer, mean_over: int) -> list[Tensor | float]:
+    """Return the squares of the errors at eight bits and at the bits of the step, and bytes at eight bits."""
+    error = 0.0 if measured.error is None else measured.error / mean_over
+    return [error, error * ratio(measured.ran_at), float(measured.nbytes)]
 
 
 def _bits_of_reader(error: float, expected: float, own: float) -> int:
@@ -391,11 +344,6 @@ def _bits_of_reader(error: float, expected: float, own: float) -> int:
     if not 0 < own < _SHARED * expected:
         return 0
     return min(BITS, key=lambda bits: abs(math.log(own / (error * ratio(bits)))))
-
-
-def ratio(bits: int | None) -> float:
-    """Return how many times larger the squared error is in ``bits`` bits than in eight."""
-    return (255 / (2**bits - 1)) ** 2 if bits else 0.0
 
 
 def choose_rules(

@@ -378,35 +378,29 @@ def describe_memory(report: MemoryReport) -> str:
 def describe_uncovered(report: MemoryReport) -> str:
     """Return who keeps uncovered tensors, with advice, if these exceed a third of what the dense model keeps.
 
-    Otherwise return the same for the logits, covered or not, if they exceed a third of what is kept or of the peak.
+    The same goes for the logits, covered or not, if they exceed a third of what is kept or of the peak.
     """
     step = report.step
     if step is None:
         return ""
-    if report.dense_bytes is None or not any(storage.covered for storage in step.retained):
-        return _describe_logits(step)
-    groups = step.groups(step.forward_end, uncovered=True)
-    total = sum(group.nbytes for group in groups)
-    if total <= report.dense_bytes * _OUT_OF_REACH:
-        return _describe_logits(step)
-    largest = groups[:MOST_NAMED]
-    keepers = join_names([f"{group.label} {mib(group.nbytes)} MiB" for group in largest])
-    hints = [hint for words, hint in _ADVICE if any(word in group.label for group in largest for word in words)]
-    shares = _describe_logits_shares(step)
-    if shares and _LOGITS_ADVICE not in hints:
-        hints.append(_LOGITS_ADVICE)
-    return (
-        f"Kept uncompressed: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
-        f"{keepers}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
-    )
+    text, hints = "", list[str]()
+    if report.dense_bytes is not None and any(storage.covered for storage in step.retained):
+        groups = step.groups(step.forward_end, uncovered=True)
+        total, largest = sum(group.nbytes for group in groups), groups[:MOST_NAMED]
+        if total > report.dense_bytes * _OUT_OF_REACH:
+            keepers = join_names([f"{group.label} {mib(group.nbytes)} MiB" for group in largest])
+            hints = [hint for words, hint in _ADVICE if any(word in group.label for group in largest for word in words)]
+            text = (
+                f"Kept uncompressed: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most "
+                f"of it by {keepers}."
+            )
+    if shares := _describe_logits(step):
+        hints += [] if _LOGITS_ADVICE in hints else [_LOGITS_ADVICE]
+        text = f"{text} {shares}".lstrip()
+    return f"{text} HINT: {' '.join(hints or [_ANY_ADVICE])}" if text else ""
 
 
 def _describe_logits(step: StepMemory) -> str:
-    shares = _describe_logits_shares(step).lstrip()
-    return f"{shares} HINT: {_LOGITS_ADVICE}" if shares else ""
-
-
-def _describe_logits_shares(step: StepMemory) -> str:
     """Return the share of the logits in what is kept and in the peak, where it exceeds a third."""
     peak = step.peak_in()
     if peak is None:
@@ -422,7 +416,7 @@ def _describe_logits_shares(step: StepMemory) -> str:
         for part, whole, what in parts
         if part > whole * _OUT_OF_REACH
     ]
-    return f" Logits are {join_names(shares)}." if shares else ""
+    return f"Logits are {join_names(shares)}." if shares else ""
 
 
 def _describe_peak(report: MemoryReport, step: StepMemory) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of memory: over a training step, by layer, over epochs, and of numbers by layer and setting.
+"""Pictures of memory: over a training step, by layer, and over epochs.
 
 They take plain data (``MemoryReport.to_rows()``, ``ActivationMemoryMonitor.history``, a ``StepMemory``). They need
 matplotlib, which is an optional dependency. No figure is registered with pyplot, so none has to be closed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_actprune.analysis.step_memory import PHASES, StepMemory
 from lightning_actprune.report import MIB
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Panel", "epochs_picture", "layers_picture", "series_picture", "step_picture"]
+__all__ = ["epochs_picture", "layers_picture", "step_picture"]
 
 _FIXED = {
     "parameters": "#4d4d4d",
@@ -36,20 +36,6 @@ _MAX_BARS = 60
 """Most layers that ``layers_picture`` shows."""
 
 
-class Panel(NamedTuple):
-    """Data of one panel.
-
-    Args:
-        series: Bytes at each moment by kind, bottom first.
-        phases: Phase of each moment.
-        peaks: Most bytes in use before each moment, if an allocator was read.
-    """
-
-    series: Mapping[str, Sequence[int]]
-    phases: Sequence[str]
-    peaks: Sequence[int] | None = None
-
-
 def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
     """Draw memory over the step, one panel per entry, on a common scale.
 
@@ -64,38 +50,26 @@ def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
         ImportError: If matplotlib is not installed.
         ValueError: If there is nothing to show.
     """
-    panels = {}
-    for title, step in steps.items():
-        phases = [moment.phase for moment in step.moments]
-        panels[title] = Panel(step.series(), phases, step.interval_bytes if step.measured else None)
-    return series_picture(panels)
-
-
-def series_picture(panels: Mapping[str, Panel]) -> Figure:
-    """Draw the same from plain numbers."""
-    if not panels:
+    if not steps:
         raise ValueError("There is nothing to show: got no step. HINT: pass {'a title': monitor.report.step}.")
-    # Two panels side by side: pages would shrink three too much to read. A spare cell holds the legend.
-    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
-    spare = rows * columns > len(panels)
-    figure = _figure(4.4 * columns + (0 if spare else 1.8), 3.4 if rows == 1 else 3.0 * rows)
+    # Two panels side by side: pages would shrink three too much to read.
+    rows, columns = -(-len(steps) // 2), min(len(steps), 2)
+    figure = _figure(4.4 * columns + 1.8, 3.4 if rows == 1 else 3.0 * rows)
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
-    colors = _color_map(panels.values())
+    series = {title: step.series() for title, step in steps.items()}
+    colors = _color_map(series.values())
     legend: dict[str, Artist] = {}
-    for empty in axes[len(panels) :]:
+    for empty in axes[len(steps) :]:
         empty.remove()
-    for one, (title, panel) in zip(axes, panels.items(), strict=False):
-        _draw(one, panel, colors)
+    for one, (title, step) in zip(axes, steps.items(), strict=False):
+        _draw(one, step, series[title], colors)
         one.set_title(title, fontsize=9, pad=14)
         handles, labels = one.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
     for first in axes[::columns]:
         first.set_ylabel("MiB", fontsize=8)
     names = [name for name in (*colors, "in use, at most") if name in legend][::-1]
-    place: dict[str, Any] = {"loc": "outside right center"}
-    if spare:
-        place = {"loc": "center", "bbox_to_anchor": (0.75, 0.5 / rows)}
-    figure.legend([legend[name] for name in names], names, fontsize=7, frameon=False, **place)
+    figure.legend([legend[name] for name in names], names, fontsize=7, frameon=False, loc="outside right center")
     return figure
 
 
@@ -131,8 +105,7 @@ def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set_ylim(len(bars) - 0.5, -0.5)  # from top to bottom
-    left_out = f" (the first {len(bars)} of {len(rows)} layers)" if len(rows) > len(bars) else ""
-    _label(axes, title, x=f"kept for backward, MiB{left_out}")
+    _label(axes, title, x="kept for backward, MiB")
     if axes.containers:
         figure.legend(fontsize=7, loc="outside upper right", ncols=3, frameon=False)
     return figure
@@ -185,25 +158,28 @@ def _label(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     axes.tick_params(labelsize=7)
 
 
-def _color_map(panels: Iterable[Panel]) -> dict[str, str]:
-    names = [name for panel in panels for name in panel.series if any(panel.series[name])]
-    colors = {name: color for name, color in _FIXED.items() if name in names and name != "other operations"}
+def _color_map(series: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, str]:
+    """Return a colour of each kind that has any bytes, fixed kinds first."""
+    names = [name for each in series for name in each if any(each[name])]
     operations = [name for name in dict.fromkeys(names) if name not in _FIXED]
-    colors |= dict(zip(operations, itertools.cycle(_COLORS), strict=False))
-    return colors | {name: _FIXED[name] for name in _FIXED if name in names}
+    fixed = {name: color for name, color in _FIXED.items() if name in names}
+    others = {name: fixed.pop(name) for name in ("other operations",) if name in fixed}
+    return fixed | dict(zip(operations, itertools.cycle(_COLORS), strict=False)) | others
 
 
-def _draw(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
-    lines = {name: [nbytes / MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
-    x, last = range(len(panel.phases)), max(len(panel.phases) - 1, 1)
+def _draw(axes: Axes, step: StepMemory, series: Mapping[str, Sequence[int]], colors: Mapping[str, str]) -> None:
+    lines = {name: [nbytes / MIB for nbytes in series[name]] for name in colors if name in series}
+    phases = [moment.phase for moment in step.moments]
+    x, last = range(len(phases)), max(len(phases) - 1, 1)
     line_colors = [colors[name] for name in lines]
     if lines:
         axes.stackplot(x, *lines.values(), labels=list(lines), colors=line_colors, edgecolor="white", linewidth=0.2)
-    if panel.peaks is not None:
-        axes.plot(x, [nbytes / MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
+    if step.measured:
+        peaks = [nbytes / MIB for nbytes in step.interval_bytes]
+        axes.plot(x, peaks, color="black", linewidth=0.7, label="in use, at most")
     for phase in PHASES:
-        if phase in panel.phases:
-            begin = list(panel.phases).index(phase)
+        if phase in phases:
+            begin = phases.index(phase)
             axes.axvline(begin, color="black", linewidth=0.5, linestyle=":")
             side = "right" if begin > 0.8 * last else "left"
             axes.annotate(phase, (begin, 1), xycoords=("data", "axes fraction"), fontsize=7, va="bottom", ha=side)

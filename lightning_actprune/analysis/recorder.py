@@ -271,11 +271,6 @@ def make_layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | N
     return call
 
 
-def get_sparsity(layer: nn.Module) -> float:
-    """Return the fraction of blocks that ``layer`` drops, 0 if it is dense."""
-    return layer.sparsity if isinstance(layer, CompressedLayer) else 0.0
-
-
 def packs(layer: nn.Module) -> bool:
     """Return True if ``layer`` keeps its input in another form than a dense layer."""
     return isinstance(layer, CompressedLayer) and layer.packs
@@ -498,7 +493,8 @@ class SavedTensorRecorder:
         self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
-            call.saved, call.sparsity, call.packs = True, get_sparsity(call.layer), packs(call.layer)
+            call.saved, call.packs = True, packs(call.layer)
+            call.sparsity = call.layer.sparsity if isinstance(call.layer, CompressedLayer) else 0.0
         for key, nbytes in find_storages(tensor):
             if tensor.dtype == torch.uint8 and call is None:
                 self._quantized.add(key)

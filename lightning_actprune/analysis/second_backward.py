@@ -304,13 +304,9 @@ def _differences(
                 grads.clear()
             pairs = enumerate(zip(results, second, strict=True))
             wanted = [(a, b) if places is None or place in places else (None, None) for place, (a, b) in pairs]
-            return [None if a is None or b is None else _subtract(b, a) for a, b in wanted]
+            return [None if a is None or b is None else b.sum_to_size(a.shape).to(a.dtype) - a for a, b in wanted]
         except Exception:  # what it needs is gone, or there is no memory for it; the training goes on
             return None
-
-
-def _subtract(b: Tensor, a: Tensor) -> Tensor:
-    return (b if b.shape == a.shape else b.sum_to_size(a.shape)).to(a.dtype) - a
 
 
 def _sum(grad: Tensor | None, difference: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-r"""Predict the error that few bits, and dropped blocks, would bring into the weight gradient of each layer.
+r"""Predict the error that few bits would bring into the weight gradient of each layer.
 
 A weight gradient is a sum over rows of ``x_t [IN]``, the layer's input, and ``g_t [OUT]``, the gradient of its output::
 
@@ -10,31 +10,26 @@ cancel in the mean::
     E |error|^2 = sum_t |g_t|^2 E|e_t|^2          E|e_t|^2 = sum of size * scale^2 / 12 over the blocks of the row
 
 Both factors are one number a row. The first one is known when the gradient of the output arrives, the second one when
-the input is there. So a usual backward shows the error of all settings at once, and no weight gradient is computed but
-the one of training. In a convolution, a value meets the gradients of all outputs in whose windows it is.
+the input is there. In a convolution, a value meets the gradients of all outputs in whose windows it is. Scales are in
+proportion to ``1 / (2^v - 1)`` for v bits, so the error at eight bits gives that of all others, and a usual backward
+shows the error of all settings at once.
 
-The squares of a *dropped* block take the place of its errors. They are no random numbers: if rows lose the same part of
-their values, products of two rows do not cancel, and the error is larger than predicted.
-
-**Bits where they count** (``SensitivityReport.suggest``): errors of layers are independent, so their squares add up.
-Each layer starts with the setting of fewest bytes. Then the setting that lowers the sum of squares most a byte is
-taken, again and again, until the bound is met.
+**Bits where they count** (``allocate``): errors of layers are independent, so their squares add up. Each layer starts
+with the setting of fewest bytes. Then the setting that lowers the sum of squares most a byte is taken, again and again,
+until the bound is met.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import asdict, dataclass
 from glob import escape as escape_glob
-from itertools import combinations
-from numbers import Integral
-from typing import Any, TypeVar, get_args
+from typing import Any
 
 import torch
 from rich.markup import escape
@@ -43,82 +38,46 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_actprune.analysis.recorder import ModuleNames, eager_stance, input_layers, is_expanded
-from lightning_actprune.analysis.second_backward import add_to, square_of
-from lightning_actprune.codec.blocks import (
-    BlockGeometry,
-    TopkGroup,
-    block_and_keep,
-    block_keys,
-    keep_mask,
-    sparsity_parts,
-    split_blocks,
-    stored_view,
-)
+from lightning_actprune.analysis.recorder import eager_stance, input_layers, is_expanded
+from lightning_actprune.analysis.second_backward import square_of
+from lightning_actprune.codec.blocks import BlockGeometry, block_and_keep, split_blocks, stored_view
 from lightning_actprune.codec.dispatch import autocast_dtype, cast, cast_input, in_plain_eager_mode
-from lightning_actprune.codec.formats import scale_of
+from lightning_actprune.codec.formats import row_bytes, scale_of
 from lightning_actprune.codec.private import DYNAMO, FOR_BACKWARD, require
-from lightning_actprune.config import (
-    TYPE,
-    Config,
-    Keep,
-    Operator,
-    TopkOver,
-    check_bits,
-    check_model,
-    check_share,
-    drops_blocks,
-    matches,
-    shorten,
-)
-from lightning_actprune.convert import (
-    DenseView,
-    candidates,
-    convert_layers,
-    is_converted,
-    new_owner,
-    refusal,
-    revert,
-)
+from lightning_actprune.config import BITS, Config, Keep, check_model, check_share
+from lightning_actprune.convert import DenseView, convert_layers, is_converted, new_owner, revert
 from lightning_actprune.operators.attention import Projection, watchers
-from lightning_actprune.operators.base import CompressedLayer, torch_class
+from lightning_actprune.operators.base import torch_class
 from lightning_actprune.operators.convolution import Convolution, rows_of, windows_of, without_gaps
 from lightning_actprune.operators.hooks import ForwardHook, is_recomputation
-from lightning_actprune.operators.registry import layers, weights_of
-from lightning_actprune.report import LayerReport
-from lightning_actprune.schedules import check_sparsity
+from lightning_actprune.operators.registry import weights_of
+from lightning_actprune.report import LayerReport, make_table
 
-LINEAR = "type:linear"
+LAYER_SHARE = 3.0
+"""How much larger the error of a single layer may be than that of all layers together."""
 CHUNK = 2**22
 """Values whose errors are in memory at once."""
-_ANY = Keep(sparsity=0.5)
-"""In a configuration that says no more than which layers there are."""
-_Value = TypeVar("_Value")
-_UNKNOWN = object()
-"""In place of a rule: of a layer that was not measured nothing is to be said."""
+_STATES = "_state", "_recompute"
+"""Attributes of converted modules that name the owner."""
 
 
-# === What was found ===================================================================================================
-
-
+# === The result =======================================================================================================
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """The error that one setting would bring into the weight gradient of one layer.
+    """The error that one number of bits would bring into the weight gradient of one layer.
 
     Args:
         fqn: Fully qualified name of the layer.
         kind: Name of its class.
-        sparsity: Fraction of blocks dropped.
-        bits: Bits of each kept value, ``None`` for values as they are.
+        bits: Bits of each value, ``None`` for an unchanged input.
         error: Predicted norm of the error over the norm of the layer's exact weight gradient.
         share: What it adds to the error of all gradients, by root of squares: the error, at most one, times the root of
             the share of trained values that are in this layer's weights.
-        nbytes: Bytes that the setting keeps of the inputs of all batches.
+        nbytes: Bytes that are kept of the inputs of all batches.
     """
 
     fqn: str
     kind: str
-    sparsity: float
     bits: int | None
     error: float
     share: float
@@ -127,108 +86,74 @@ class LayerSensitivity:
 
 @dataclass
 class SensitivityReport:
-    """How much weight gradients suffer from compression, by layer and setting.
+    """How much weight gradients suffer from few bits, by layer.
 
     Args:
-        rows: One for each layer and setting, layer by layer; the last row of a layer keeps its input unchanged.
+        rows: One for each layer and number of bits, layer by layer; the last row of a layer keeps its input unchanged.
         skipped: Layers that were not measured, with the reason.
-        batches: Batches that were measured.
-        block_size: Values per block.
-        topk_over: Which blocks compete to be kept.
-        layer_names: First name of every layer and module, measured or not, by each of its names.
     """
 
     rows: list[LayerSensitivity]
     skipped: list[LayerReport]
-    batches: int
-    block_size: int
-    topk_over: TopkOver
-    layer_names: dict[str, str] = field(default_factory=dict, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as numbers and strings; ``pandas.DataFrame(report.to_dict()["rows"])`` is a table."""
-        skipped = [{"fqn": layer.fqn, "kind": layer.kind, "reason": layer.reason} for layer in self.skipped]
-        blocks = {"block_size": self.block_size, "topk_over": self.topk_over}
-        return {"rows": [asdict(row) for row in self.rows], "skipped": skipped, "batches": self.batches, **blocks}
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return the rows as numbers and strings: ``pandas.DataFrame(report.to_rows())`` is a table."""
+        return [asdict(row) for row in self.rows]
 
-    def allocate(self, max_error: float, max_layer_error: float = 0.3) -> dict[str, LayerSensitivity]:
-        """Return a setting for each measured layer: few bytes, and predicted errors of at most these.
+    def suggest(self, max_error: float = 0.1) -> dict[str, Keep | None]:
+        """Return rules that keep few bytes, for ``ActivationPruning(rules=...)`` or ``convert(model, rules=...)``.
+
+        A layer that has to keep its input unchanged stays dense (``None``).
 
         Args:
             max_error: Largest error of gradients, each relative to its own norm, in [0, 1]: root of the mean of its
-                square over all trained values.
-            max_layer_error: Largest norm of the error of a layer's weight gradient over the norm of this gradient, in
-                [0, 1].
+                square over all trained values. That of a single layer may be three times as large.
 
         Raises:
-            TypeError: If an argument is no number.
-            ValueError: If an argument is out of range.
+            TypeError: If the argument is no number.
+            ValueError: If the argument is out of range.
         """
-        bound = check_share(max_error, "max_error") ** 2
-        most = check_share(max_layer_error, "max_layer_error")
-        options: dict[str, list[LayerSensitivity]] = {}
+        chosen = allocate(self.rows, max_error)
+        # All settings are named, so that no preset changes one.
+        return {
+            escape_glob(fqn): Keep(row.bits, 0.0, 32, "sample", "largest", 1.0, 0) if row.bits else None
+            for fqn, row in chosen.items()
+        }
+
+    def table(self) -> Table:
+        """Return the relative error of each layer's gradient, by bits, to print with ``rich``."""
+        table = make_table(
+            "Predicted error of the weight gradient, relative to its norm", "Layer", *(f"{bits} bits" for bits in BITS)
+        )
+        errors: dict[str, list[str]] = {}
         for row in self.rows:
-            if row.error <= most:
-                options.setdefault(row.fqn, []).append(row)
-        chosen = {fqn: min(rows, key=lambda row: (row.nbytes, row.share)) for fqn, rows in options.items()}
-        # Each step takes what lowers the square most a byte. Of equal settings it takes the first, so results repeat.
-        queue = [(*_better(rows, chosen[fqn]), place, fqn) for place, (fqn, rows) in enumerate(options.items())]
-        heapq.heapify(queue)
-        while math.fsum(row.share**2 for row in chosen.values()) > bound and queue[0][0] < 0:
-            _, at, place, fqn = heapq.heappop(queue)
-            chosen[fqn] = options[fqn][at]
-            heapq.heappush(queue, (*_better(options[fqn], chosen[fqn]), place, fqn))
-        return chosen
+            if row.bits is not None:
+                errors.setdefault(row.fqn, []).append(f"{row.error:.3f}")
+        for fqn, cells in errors.items():
+            table.add_row(escape(fqn), *cells)
+        return table
 
-    def suggest(self, max_error: float = 0.1, max_layer_error: float = 0.3) -> dict[str, Keep | None]:
-        """Return the settings that ``allocate`` chooses as rules.
 
-        For ``ActivationPruning(rules=rules)`` or ``convert(model, rules=rules)``. A layer that has to keep its input as
-        it is stays dense (``None``). Layers that differ in nothing but indices share a pattern.
+def allocate(rows: Iterable[LayerSensitivity], max_error: float, others: float = 0.0) -> dict[str, LayerSensitivity]:
+    """Return a row for each layer: few bytes, and predicted errors within the bound of ``SensitivityReport.suggest``.
 
-        Args:
-            max_error: See ``allocate``.
-            max_layer_error: See ``allocate``.
-
-        Raises:
-            TypeError: If an argument is no number.
-            ValueError: If an argument is out of range.
-        """
-        best = {fqn: self._keep_of(row) for fqn, row in self.allocate(max_error, max_layer_error).items()}
-        wanted: dict[str, Any] = {name: best.get(first, _UNKNOWN) for name, first in self.layer_names.items()} | best
-        return grouped(wanted, best)
-
-    def to_yaml(self, max_error: float = 0.1, max_layer_error: float = 0.3) -> str:
-        """Return the rules of ``suggest`` as YAML, an entry of ``init_args`` of ``ActivationPruning``."""
-        rules = self.suggest(max_error, max_layer_error)
-        lines = [f"  {json.dumps(pattern)}: {_in_yaml(keep)}" for pattern, keep in rules.items()]
-        return "\n".join(["rules:", *lines] if lines else ["rules: {}"]) + "\n"
-
-    def table(self, max_layers: int | None = None) -> Table:
-        """Return the relative error of each layer's gradient, by setting, to print with ``rich``.
-
-        Args:
-            max_layers: Rows that are shown before the rest is counted in one; all by default.
-        """
-        found: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            if row.bits is not None or row.sparsity:
-                found.setdefault(row.fqn, {})[_setting(row)] = row.error
-        made = Table("Layer", title="Predicted error of the weight gradient, relative to its norm")
-        for name in next(iter(found.values()), {}):
-            made.add_column(name, justify="right")
-        cut = len(found) if max_layers is None or len(found) <= max_layers + 1 else max_layers
-        for fqn, errors in list(found.items())[:cut]:
-            made.add_row(escape(fqn), *(f"{error:.3f}" for error in errors.values()))
-        if cut < len(found):
-            made.add_row(f"... and {len(found) - cut} more")
-        return made
-
-    def _keep_of(self, row: LayerSensitivity) -> Keep | None:
-        """Return the settings of a row, all of them named, so that no preset changes one."""
-        if row.bits is None and not row.sparsity:
-            return None
-        return Keep(row.bits, row.sparsity, self.block_size, self.topk_over, "largest", 1.0, 0)
+    ``others`` is the square of the error that is not from these layers and counts, too.
+    """
+    bound = max(check_share(max_error, "max_error") ** 2 - others, 0.0)
+    most = min(1.0, LAYER_SHARE * max_error)
+    options: dict[str, list[LayerSensitivity]] = {}
+    for row in rows:
+        if row.error <= most:
+            options.setdefault(row.fqn, []).append(row)
+    chosen = {fqn: min(own, key=lambda row: (row.nbytes, row.share)) for fqn, own in options.items()}
+    # Each step takes what lowers the square most a byte. Of equal settings it takes the first, so results repeat.
+    queue = [(*_better(own, chosen[fqn]), place, fqn) for place, (fqn, own) in enumerate(options.items())]
+    heapq.heapify(queue)
+    while math.fsum(row.share**2 for row in chosen.values()) > bound and queue[0][0] < 0:
+        _, at, place, fqn = heapq.heappop(queue)
+        chosen[fqn] = options[fqn][at]
+        heapq.heappush(queue, (*_better(options[fqn], chosen[fqn]), place, fqn))
+    return chosen
 
 
 def _better(rows: Sequence[LayerSensitivity], now: LayerSensitivity) -> tuple[float, int]:
@@ -237,132 +162,32 @@ def _better(rows: Sequence[LayerSensitivity], now: LayerSensitivity) -> tuple[fl
     return min((change, place) for place, change in enumerate(changes))
 
 
-def _setting(row: LayerSensitivity) -> str:
-    bits = "as is" if row.bits is None else f"{row.bits} bits"
-    return f"{bits}, {row.sparsity:g}" if row.sparsity else bits
+def ratio(bits: int | None) -> float:
+    """Return how many times larger the squared error is in ``bits`` bits than in eight."""
+    return (255 / (2**bits - 1)) ** 2 if bits else 0.0
 
 
-def _in_yaml(keep: Keep | None) -> str:
-    """Return a rule as YAML reads it."""
-    if keep is None:
-        return "dense"
-    values = {name: "null" if value is None else value for name, value in keep.named.items()}
-    shown = {name: _number(value) if isinstance(value, float) else str(value) for name, value in values.items()}
-    return f"{{{', '.join(f'{name}: {value}' for name, value in shown.items())}}}"
+# === Errors of an input at eight bits =================================================================================
+def _squared_errors(stored: Tensor, block_size: int) -> Tensor:
+    """Return the mean square of the error of each value of ``stored [S, T, L]``, in fp32."""
+    block, _ = block_and_keep(stored, block_size, 0, 0)
+    blocks = split_blocks(stored, block)  # [S, T, NB, b]
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    errors = scale_of(low.float(), high.float(), 8).square() / 12
+    return errors.expand(blocks.shape).flatten(2)[..., : stored.shape[2]]
 
 
-def _number(value: float) -> str:
-    """Return ``value`` as YAML reads it, which takes 1e-05 for a word."""
-    return f"{value:.20f}".rstrip("0") if "e" in repr(value) else repr(value)
-
-
-def grouped(wanted: Mapping[str, _Value], needed: Container[str]) -> dict[str, _Value]:
-    """Return patterns that give each name that is ``needed`` its value, and match no name of another value.
-
-    Names that differ in nothing but indices share a pattern, such as ``"blocks.*.fc1"``, if no other value is in the
-    way; of several, the one with the most stars. No name matches patterns of different values, so that their order
-    says nothing.
-
-    Example:
-        >>> wanted = {"blocks.0.fc1": 0.5, "blocks.1.fc1": 0.5, "blocks.0.fc2": 0.8, "blocks.1.fc2": 0.7, "head": None}
-        >>> grouped(wanted, [name for name in wanted if name != "head"])
-        {'blocks.*.fc1': 0.5, 'blocks.0.fc2': 0.8, 'blocks.1.fc2': 0.7}
-    """
-    found: dict[str, _Value] = {}
-    for name, value in wanted.items():
-        if name in needed and not any(fnmatchcase(name, pattern) for pattern in found):
-            found[_widest(name, value, wanted)] = value
-    return found
-
-
-def _widest(name: str, value: _Value, wanted: Mapping[str, _Value]) -> str:
-    """Return the pattern with the most stars that matches ``name`` and no name of another value."""
-    for pattern in _patterns(name):
-        matched = [other for other in wanted if fnmatchcase(other, pattern)]
-        if len(matched) > 1 and all(wanted[other] == value for other in matched):
-            return pattern
-    return escape_glob(name)
-
-
-def _patterns(name: str) -> Iterator[str]:
-    """Yield ``name`` with stars in place of its indices, of all of them first; never a star alone."""
-    parts = name.split(".")
-    indices = [place for place, part in enumerate(parts) if part.isdigit()]
-    for stars in range(min(len(indices), len(parts) - 1), 0, -1):
-        for chosen in combinations(indices, stars):
-            yield ".".join("*" if place in chosen else escape_glob(part) for place, part in enumerate(parts))
-
-
-# === Errors of a stored input =========================================================================================
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to keep an input.
-
-    Args:
-        bits: Bits of each kept value, 0 for values as they are.
-        sparsity: Fraction of blocks dropped.
-        block_size: Values per block.
-        topk_over: Which blocks compete to be kept.
-    """
-
-    bits: int
-    sparsity: float
-    block_size: int
-    topk_over: TopkOver
-
-    def stored(self, x: Tensor, *, is_convolved: bool) -> tuple[Tensor, bool]:
-        """Return an input as blocks are cut from it, ``[S, T, L]``, and whether the tokens are its last dimension."""
-        rows = rows_of(x, self.block_size, self.topk_over) if is_convolved else x
-        topk: TopkGroup = self.topk_over
-        return stored_view(rows, self.block_size, topk)
-
-    def errors(self, stored: Tensor) -> Tensor:
-        """Return the mean square of the error of each value of ``stored [S, T, L]``, in fp32."""
-        parts = sparsity_parts(self.sparsity)
-        block, keep = block_and_keep(stored, self.block_size, parts, 0)
-        blocks = split_blocks(stored, block)  # [S, T, NB, b]
-        errors = torch.zeros(blocks.shape, dtype=torch.float32, device=stored.device)
-        if self.bits:
-            low, high = blocks.aminmax(dim=-1, keepdim=True)
-            errors = errors + scale_of(low.float(), high.float(), self.bits).square() / 12
-        if parts:
-            kept = keep_mask(block_keys(blocks).flatten(1), keep).view(blocks.shape[:3])
-            errors = torch.where(kept.unsqueeze(-1), errors, blocks.float().square())
-        return errors.flatten(2)[..., : stored.shape[2]]
-
-    def stored_bytes(self, x: Tensor, *, is_convolved: bool) -> int:
-        """Return the bytes that are kept of an input, by formula."""
-        if not self.bits and not self.sparsity:
-            return x.nbytes
-        stored, _ = self.stored(x, is_convolved=is_convolved)
-        geometry = BlockGeometry.of_stored(stored, self.block_size, self.sparsity)
-        return geometry.stored_bytes(stored.itemsize, self.bits)
-
-
-def _errors_of_rows(x: Tensor, setting: Setting) -> Tensor:
-    """Return the sum of squared errors of each row of the input of a linear layer, ``[..., IN] -> [R]``."""
-    stored, along_tokens = setting.stored(x, is_convolved=False)
-    return setting.errors(stored).sum(1 if along_tokens else 2).flatten()
-
-
-def _errors_of_windows(x: Tensor, setting: Setting, layer: Convolution) -> Tensor:
-    """Return the sum of squared errors in the window of each output of a convolution.
-
-    ``x [N, C, *spatial]`` has no gaps in memory; the result is ``[N * groups * outputs]``.
-    """
-    stored, _ = setting.stored(x, is_convolved=True)
-    errors = setting.errors(stored).contiguous().as_strided(x.shape, x.stride())
+def _sum_windows(errors: Tensor, layer: Convolution) -> Tensor:
+    """Return the sum in the window of each output, ``[N, C, *spatial] -> [N * groups * outputs]``."""
     stride, padding, dilation, groups = windows_of(layer)
-    ones = errors.new_ones(groups, x.shape[1] // groups, *layer.kernel_size)
+    ones = errors.new_ones(groups, errors.shape[1] // groups, *layer.kernel_size)
     none = (0,) * len(stride)
-    with torch.autocast(x.device.type, enabled=False):  # small errors are zero in fp16
+    with torch.autocast(errors.device.type, enabled=False):  # small errors are zero in fp16
         return torch.convolution(errors, ones, None, stride, padding, dilation, False, none, groups).flatten()
 
 
-def _squares(grad_y: Tensor, layer: nn.Module) -> Tensor:
-    """Return the squares of the gradients of outputs that ``_errors_of_...`` are multiplied by, in fp32."""
+def _squares_of_rows(grad_y: Tensor, layer: nn.Module) -> Tensor:
+    """Return the square of the gradient of each row, or of each output of a convolution and group, in fp32."""
     shape = grad_y.shape
     if isinstance(layer, Convolution):
         grad_y, dim = grad_y.reshape(shape[0], layer.groups, -1, *shape[2:]), 2  # [N, groups, OUT / groups, *spatial]
@@ -372,88 +197,88 @@ def _squares(grad_y: Tensor, layer: nn.Module) -> Tensor:
     return norms.square().flatten()
 
 
-# === The measurement ==================================================================================================
-
-
 @dataclass(eq=False)
 class MeasuredLayer:
-    """A layer that is measured.
+    """A converted layer that is measured.
 
     Args:
-        fqns: All its names.
+        name: Its first name.
         layer: The layer.
-        settings: The settings.
         weights: Its trained weights.
-        batch: Squared error by setting in the current batch, fp64 ``[settings]``.
-        sums: The same and the squared norm of the gradient, of all batches, fp64 ``[settings + 1]``.
-        nbytes: Bytes of the inputs by setting.
+        block_size: Values per block.
+        error: Squared error at eight bits of all calls so far, fp64; ``None`` before a gradient came.
+        nbytes: Bytes of the inputs at eight bits.
+        itemsize: Bytes of an unchanged value.
+        ran_at: Bits in which the step keeps the input.
         reason: Why it was not measured.
     """
 
-    fqns: list[str]
-    layer: nn.Module
-    settings: Sequence[Setting]
+    name: str
+    layer: Any
     weights: list[Tensor]
-    batch: Tensor | None = None
-    sums: Tensor | None = None
-    nbytes: list[int] = field(default_factory=list)
+    block_size: int
+    error: Tensor | None = None
+    nbytes: int = 0
+    itemsize: int = 2
+    ran_at: int = 0
     reason: str = "it was not called"
-
-    @property
-    def name(self) -> str:
-        """The first name of the layer."""
-        return self.fqns[0]
-
-    @property
-    def kind(self) -> str:
-        """The class of the layer, before it was converted."""
-        return torch_class(type(self.layer)).__name__
 
     @torch.no_grad()
     def see_input(self, x: Tensor) -> Tensor:
-        """Return the squared errors of an input by setting and row, ``[settings, R]``, and count its bytes."""
+        """Return the squared error of each row of an input at eight bits, ``[R]``, and count its bytes."""
         layer = self.layer
         is_convolved = isinstance(layer, Convolution)
+        self.ran_at = 8 if not is_convolved and layer._state.is_fine(x) else layer.bits
+        self.itemsize = x.itemsize
         x = without_gaps(x) if is_convolved else x
-        nbytes = [setting.stored_bytes(x, is_convolved=is_convolved) for setting in self.settings]
-        self.nbytes = [a + b for a, b in zip(self.nbytes or [0] * len(nbytes), nbytes, strict=True)]
-        pieces = torch.split(x, max(1, CHUNK * len(x) // x.numel()))
-        return torch.stack([torch.cat([self._errors(piece, setting) for piece in pieces]) for setting in self.settings])
+        self.nbytes += BlockGeometry.of_stored(self._stored(x)[0], self.block_size, 0.0).stored_bytes(x.itemsize, 8)
+        return torch.cat([self._errors(piece) for piece in torch.split(x, max(1, CHUNK * len(x) // x.numel()))])
 
-    def _errors(self, x: Tensor, setting: Setting) -> Tensor:
-        layer = self.layer
-        if isinstance(layer, Convolution):
-            return _errors_of_windows(x, setting, layer)
-        return _errors_of_rows(x, setting)
+    def _stored(self, x: Tensor) -> tuple[Tensor, bool]:
+        """Return an input as blocks are cut from it, ``[S, T, L]``, and whether the tokens are its last dimension."""
+        size, topk_over = self.block_size, self.layer.keep.topk_over
+        rows = rows_of(x, size, topk_over) if isinstance(self.layer, Convolution) else x
+        return stored_view(rows, size, topk_over)
+
+    def _errors(self, x: Tensor) -> Tensor:
+        stored, along_tokens = self._stored(x)
+        errors = _squared_errors(stored, self.block_size)
+        if isinstance(self.layer, Convolution):
+            return _sum_windows(errors.contiguous().as_strided(x.shape, x.stride()), self.layer)
+        return errors.sum(1 if along_tokens else 2).flatten()
 
     @torch.no_grad()
     def see_gradient(self, errors: Tensor, grad_y: Tensor) -> None:
         """Add the errors of one call."""
-        energy = (errors * _squares(grad_y, self.layer)).sum(1, dtype=torch.float64)
-        self.batch = energy if self.batch is None else self.batch + energy
+        energy = (errors * _squares_of_rows(grad_y, self.layer)).sum(dtype=torch.float64)
+        self.error = energy if self.error is None else self.error + energy
 
-    def end_batch(self, squares: Mapping[Tensor, Tensor], is_finite: Tensor) -> None:
-        """Add a batch if it is finite; ``squares``: the squared norms of the gradients of parameters."""
-        batch, self.batch = self.batch, None
-        own = [squares[weight] for weight in self.weights if weight in squares]
-        if batch is None or not own:
-            return
-        sums = torch.cat([batch, torch.stack(own).sum().view(1)])
-        sums = torch.where(sums.isfinite().all() & is_finite.to(sums.device), sums, 0.0)
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.reason = "its weight gradient was zero or not finite"
+    def row(self, bits: int | None, error: float, values: int, nbytes: float) -> LayerSensitivity:
+        """Return the error and the bytes of this layer in ``bits`` bits.
 
-    def rows(self, energies: list[float], values: int) -> Iterator[LayerSensitivity]:
-        """Yield what was found; ``energies`` are the sums, read, ``values`` the number of trained values."""
-        *errors, own = energies
-        for setting, error, nbytes in zip(self.settings, errors, self.nbytes, strict=True):
-            relative = math.sqrt(error / own)
-            how = setting.sparsity, setting.bits or None, relative, self.share(relative, values)
-            yield LayerSensitivity(self.name, self.kind, *how, nbytes)
+        Args:
+            bits: The bits; ``None`` keeps the values unchanged.
+            error: Relative error.
+            values: How many trained values there are.
+            nbytes: Bytes at eight bits.
+        """
+        block, kind = self.block_size, torch_class(type(self.layer)).__name__
+        size = self.itemsize * block if bits is None else row_bytes(block, bits, 0)
+        share = min(1.0, error) * math.sqrt(sum(weight.numel() for weight in self.weights) / values)
+        return LayerSensitivity(self.name, kind, bits, error, share, round(nbytes * size / row_bytes(block, 8, 0)))
 
-    def share(self, error: float, values: int) -> float:
-        """Return what an error of the weights adds to that of all ``values``."""
-        return min(1.0, error) * math.sqrt(sum(weight.numel() for weight in self.weights) / values)
+
+def find_measurable(model: nn.Module, owner: str) -> Iterator[tuple[list[str], MeasuredLayer]]:
+    """Yield all names of each layer that ``owner`` has converted and whose weight is trained, and the layer."""
+    for fqns, module in input_layers(model):
+        layer: Any = module
+        if is_converted(layer) and layer.owner == owner and not is_parametrized(module, "weight"):
+            # The weights themselves, and not turned views of them.
+            is_attention = isinstance(module, nn.MultiheadAttention)
+            weights: Sequence[Any] = weights_of(module) if is_attention else (module.weight,)
+            trained = [weight for weight in weights if weight.requires_grad]
+            if trained:
+                yield fqns, MeasuredLayer(fqns[0], module, trained, layer.block_size)
 
 
 class ErrorWatcher:
@@ -465,8 +290,8 @@ class ErrorWatcher:
         layers: The layers that are measured.
     """
 
-    def __init__(self, layers: Mapping[nn.Module, MeasuredLayer]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Iterable[MeasuredLayer]) -> None:
+        self._layers: dict[nn.Module, MeasuredLayer] = {measured.layer: measured for measured in layers}
         self._open = ExitStack()
         self._projected: Tensor | None = None
 
@@ -481,8 +306,7 @@ class ErrorWatcher:
                 handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
             if DYNAMO in sys.modules:  # nothing is compiled otherwise, and the import takes seconds
-                eager_stance.enter()
-                stack.callback(eager_stance.leave)
+                stack.enter_context(eager_stance.opened())
             self._open = stack.pop_all()
 
     def close(self) -> None:
@@ -501,17 +325,20 @@ class ErrorWatcher:
             self._see(self._layers[projection.layer], x, y, samples_second=True)
 
     def _see_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        given = (*args, *kwargs.values())
-        if given and not isinstance(layer, nn.MultiheadAttention):
-            self._see(self._layers[layer], given[0], y, samples_second=False)
+        inputs = (*args, *kwargs.values())
+        if inputs and not isinstance(layer, nn.MultiheadAttention):
+            self._see(self._layers[layer], inputs[0], y, samples_second=False)
 
     def _see(self, measured: MeasuredLayer, x: Any, y: Any, *, samples_second: bool) -> None:
         """Wait for the gradient of ``y``, the output of a call with the input ``x``."""
-        reason = _unreadable(x, y)
-        if reason is not None or not y.requires_grad or is_recomputation():
-            measured.reason = reason or measured.reason
+        is_readable = isinstance(x, Tensor) and isinstance(y, Tensor) and _is_readable(x)
+        if not is_readable or not y.requires_grad or is_recomputation():
+            if not is_readable:
+                measured.reason = (
+                    "its input is no tensor that can be quantized (it is sparse, float64 or a DTensor, say)"
+                )
             return
-        measured.reason = "no gradient of its output came: the loss does not depend on it"
+        measured.reason = "no finite gradient of it came: the loss does not depend on it, or is not finite"
         layer, autocast, shape = measured.layer, autocast_dtype(x), y.shape
         x = x.detach()
         if isinstance(layer, Convolution):
@@ -519,151 +346,31 @@ class ErrorWatcher:
             x = x.unsqueeze(0) if x.dim() < layer.weight.dim() else x
             shape = shape if len(shape) == x.dim() else torch.Size((1, *shape))
         else:
-            x = cast_input(x, autocast, measured.settings[0].block_size)
+            x = cast_input(x, autocast, measured.block_size)
             x = x.transpose(0, 1) if samples_second else x.unsqueeze(0) if x.dim() == 1 else x
             shape = torch.Size((*(x.transpose(0, 1) if samples_second else x).shape[:-1], y.shape[-1]))
         if x.numel() == 0:
-            measured.reason = "its inputs were empty"
             return
-        errors = measured.see_input(x)
+        errors: Tensor | None = measured.see_input(x)
 
         def arrive(grad_y: Tensor) -> None:
             nonlocal errors
             if errors is not None:  # not twice, if a graph is used again
                 grad_y = grad_y.detach().reshape(shape)
                 measured.see_gradient(errors, grad_y.transpose(0, 1) if samples_second else grad_y)
-                errors = None  # type: ignore[assignment]
+                errors = None
 
-        made: Any = _made(y)
-        made.register_hook(arrive)
-
-
-class SensitivityProbe:
-    """A context in which training steps show how sensitive layers are; ``report`` has what they showed.
-
-    Converted layers are dense in it, and compiled modules run eagerly. A step computes what it would without it.
-
-    Args:
-        model: The module that holds the layers.
-        settings: What is measured; the last one keeps inputs as they are.
-        names: Which layers, see ``measure_sensitivity``.
-
-    Raises:
-        ValueError: When it is entered, if a pattern matches no layer.
-    """
-
-    def __init__(self, model: nn.Module, settings: Sequence[Setting], names: Sequence[str]) -> None:
-        self._model, self._settings, self._names = model, settings, names
-        self._config = _config_of(names)
-        self._layers: dict[nn.Module, MeasuredLayer] = {}
-        self._watcher = ErrorWatcher(self._layers)
-        self._skipped: list[LayerReport] = []
-        self._owner = new_owner("measure_sensitivity()")
-        self._open = ExitStack()
-        self._squares: dict[Tensor, Tensor] = {}
-        self.batches = 0
-        """Batches that were measured."""
-
-    def __enter__(self) -> SensitivityProbe:
-        require("measure_sensitivity", FOR_BACKWARD)
-        _check_names(self._model, self._names)
-        with ExitStack() as stack:
-            for owner in {vars(m)[name].owner for m in self._model.modules() for name in _STATES if name in vars(m)}:
-                if owner is not None:
-                    view = DenseView()
-                    stack.callback(view.close)
-                    view.open(self._model, owner)
-            self._select()
-            stack.callback(revert, self._model, self._owner)
-            self._route_attention()
-            stack.callback(self._watcher.close)
-            self._watcher.open()
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._open.close()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no layer to measure."""
-        return not self._layers
-
-    def end_batch(self, grads: Mapping[Tensor, Tensor | None]) -> None:
-        """Add the batch whose backward has run, with the gradients of all trained parameters."""
-        self.batches += 1
-        squares = squared_norms(grads)
-        is_finite = sum_of(squares.values()).isfinite()
-        for parameter, square in squares.items():
-            add_to(self._squares, parameter, torch.where(is_finite.to(square.device), square, 0.0))
-        for measured in self._layers.values():
-            measured.end_batch(squares, is_finite)
-
-    def report(self) -> SensitivityReport:
-        """Return what was measured so far."""
-        names = {fqn: fqns[0] for fqns, _ in layers(self._model) for fqn in fqns}
-        names = {name: name for name in ModuleNames(self._model).values()} | names
-        first = self._settings[0]
-        report = SensitivityReport([], list(self._skipped), self.batches, first.block_size, first.topk_over, names)
-        known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
-        read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []
-        # As in `mean_square`, what gets no gradient does not count.
-        values = sum(parameter.numel() for parameter, square in self._squares.items() if square)
-        for (measured, _), energies in zip(known, read, strict=True):
-            if energies[-1] > 0:
-                report.rows += measured.rows(energies, values)
-        there = {row.fqn for row in report.rows}
-        left = [m for m in self._layers.values() if m.name not in there]
-        report.skipped += [LayerReport(m.name, m.kind, "linear", reason=m.reason) for m in left]
-        return report
-
-    def _select(self) -> None:
-        """Find the layers to measure, and why some that are named are not."""
-        for candidate in candidates(self._model):
-            layer: Any = candidate.layer
-            fqns, operator = candidate.fqns, candidate.operator
-            if not drops_blocks([operator]) or self._config.keep_of(fqns, operator) is None:
-                continue
-            reason = refusal(candidate, self._config, self._owner)
-            if reason is None and is_parametrized(layer, "weight"):
-                reason = "its weight is computed by a parametrization"
-            weights = [] if reason else [weight for weight in weights_in(layer) if weight.requires_grad]
-            if weights:
-                self._layers[layer] = MeasuredLayer(fqns, layer, self._settings, weights)
-            else:
-                kind = torch_class(type(layer)).__name__
-                reason = reason or "its weight is frozen"
-                self._skipped.append(LayerReport(fqns[0], kind, operator, reason=reason))
-
-    def _route_attention(self) -> None:
-        """Let attention modules tell of their projections, which keep their inputs as they are."""
-        attentions = {m.out_proj for m in self._model.modules() if isinstance(m, nn.MultiheadAttention)}
-        found = [(m.name, layer) for layer, m in self._layers.items()]
-        names = [name for name, layer in found if isinstance(layer, nn.MultiheadAttention) or layer in attentions]
-        if names:
-            rules: dict[str, Keep | None] = dict.fromkeys(map(escape_glob, names), _ANY)
-            convert_layers(self._model, Config("paper", rules=rules | {"*": None}), self._owner)
-            for _, layer in layers(self._model):
-                if isinstance(layer, CompressedLayer) and is_converted(layer) and layer.owner == self._owner:
-                    layer.drop_nothing()
+        result: Any = _find_result(y)
+        result.register_hook(arrive)
 
 
-_STATES = "_state", "_recompute"
-"""Attributes of converted modules that name the owner."""
+def _is_readable(x: Tensor) -> bool:
+    """Return True if the errors of an input can be predicted."""
+    is_dense = not x.is_nested and x.layout == torch.strided and x.is_floating_point() and x.dim() > 0
+    return is_dense and in_plain_eager_mode(x.detach()) and x.dtype != torch.float64
 
 
-def _unreadable(x: Any, y: Any) -> str | None:
-    """Return why a call with this input and this output cannot be measured."""
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return "its input or output is no tensor"
-    if x.is_nested or x.layout != torch.strided or not x.is_floating_point() or x.dim() == 0:
-        return f"its input is no dense floating-point tensor with features ({x.dtype}, {x.layout})"
-    if not in_plain_eager_mode(x.detach()):
-        return "its input is a tensor of another class (a DTensor, say), or it runs inside a transform such as vmap"
-    return "its input is float64, which cannot be quantized" if x.dtype == torch.float64 else None
-
-
-def _made(y: Tensor) -> Tensor:
+def _find_result(y: Tensor) -> Tensor:
     """Return the tensor of which ``y`` is a view in other words, or ``y``.
 
     The gradient of a view is not computed if it is changed in place, by an activation function say, but that of what it
@@ -680,90 +387,29 @@ def squared_norms(grads: Mapping[Tensor, Tensor | None]) -> dict[Tensor, Tensor]
     return {parameter: square_of(grad) for parameter, grad in grads.items() if grad is not None}
 
 
-def sum_of(squares: Iterable[Tensor]) -> Tensor:
-    """Return the sum of numbers that may be on several devices."""
-    total = torch.zeros((), dtype=torch.float64)
-    for square in squares:
-        total = total.to(square.device) + square
-    return total
-
-
-def weights_in(layer: Any) -> Sequence[Tensor]:
-    """Return the weights themselves, and not turned views of them."""
-    return weights_of(layer) if isinstance(layer, nn.MultiheadAttention) else (layer.weight,)
-
-
-def _config_of(names: Sequence[str]) -> Config:
-    """Return which layers are measured: those that it would convert."""
-    by_name: dict[str, Keep | None] = {name: _ANY for name in names if not name.startswith(TYPE)}
-    by_type: dict[str, Keep | None] = {TYPE + each: None for each in get_args(Operator)}
-    by_type |= {name: _ANY for name in names if name.startswith(TYPE)}
-    if by_type[LINEAR] is not None:
-        del by_type[LINEAR]  # as the preset covers them
-    return Config("paper", rules=by_name | by_type)
-
-
-def _check_names(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Raise ``ValueError`` if a pattern matches no layer of ``model`` that can drop blocks."""
-    names = [fqn for fqns, _ in input_layers(model) for fqn in fqns]
-    for pattern in patterns:
-        if not pattern.startswith(TYPE) and not matches(names, pattern):
-            raise ValueError(
-                f"`names` pattern {pattern!r} matches no linear layer or convolution of {type(model).__name__}. "
-                f"HINT: patterns match the whole name; such layers are: {shorten(names) or 'none'}."
-            )
-        if pattern.startswith(TYPE) and not drops_blocks([pattern.removeprefix(TYPE)]):
-            raise ValueError(
-                f"`names` pattern {pattern!r} names no operator with a weight gradient. HINT: those are 'type:linear' "
-                "and 'type:convolution'."
-            )
-
-
 # === The function =====================================================================================================
-
-
-def measure_sensitivity(
-    model: nn.Module,
-    loss: Callable[[Any], Tensor],
-    batches: Iterable[Any],
-    *,
-    bits: Sequence[int | None] = (2, 3, 4, 8),
-    sparsities: Sequence[float] = (0.0,),
-    block_size: int = 32,
-    topk_over: TopkOver = "sample",
-    names: Sequence[str] | str = LINEAR,
-    seed: int = 0,
-) -> SensitivityReport:
-    """Predict the error of weight gradients from what each setting would keep, and suggest bits for each layer.
+def measure_sensitivity(model: nn.Module, loss: Callable[[Any], Tensor], batches: Iterable[Any]) -> SensitivityReport:
+    """Predict the error of weight gradients from 2, 3, 4 and 8 bits, and suggest bits for each layer.
 
     One forward and one backward a batch, in the mode (``model.train()``) and with the weights that the model has. They
     leave no trace: parameters, gradients, buffers, modes and torch's random numbers are as before. Linear layers,
-    transformers' ``Conv1D`` and the projections of ``nn.MultiheadAttention`` are measured, convolutions on request.
-    The figures are those of the weights at that moment: measure again later in the training. Gradients alone are asked
-    for, which a reentrant checkpoint does not support: layers inside one are not measured.
+    transformers' ``Conv1D``, the projections of ``nn.MultiheadAttention`` and convolutions are measured. The figures
+    are those of the weights at that moment: measure again later in the training. Gradients alone are asked for, which a
+    reentrant checkpoint does not support: layers inside one are not measured.
 
-    Predictions for bits are means over random errors, from which one batch differs by a few per cent. For dropped
-    blocks they are lower bounds (see the module).
+    Predictions are means over random errors, from which one batch differs by a few per cent.
 
     Args:
         model: Any module, converted or not.
         loss: Returns the loss of a batch, computed by ``model``, under autocast if training is.
         batches: A few batches, such as ``itertools.islice(loader, 4)``, on the model's device.
-        bits: Bits of each kept value, 2, 3, 4 or 8, or ``None`` for values as they are.
-        sparsities: Fractions of blocks dropped, each in [0, 1).
-        block_size: Consecutive values per block, positive; cut to the row if larger.
-        topk_over: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
-        names: Which linear layers and convolutions are measured: patterns as in rules, such as ``"blocks.*.fc1"``; by
-            default ``"type:linear"``, linear layers that presets cover.
-        seed: Of torch's random numbers during the measurement, such as those of dropout.
 
     Returns:
-        The predicted error for each layer and setting, and why other layers were not measured.
+        The predicted error for each layer and number of bits, and why other layers were not measured.
 
     Raises:
         TypeError: If an argument has the wrong type, or ``loss`` returns no tensor.
-        ValueError: If an argument is out of range, a pattern matches no layer, no layer can be measured, there is no
-            batch, or a loss is no single number that needs a gradient.
+        ValueError: If no layer can be measured, there is no batch, or a loss is no single number that needs a gradient.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
@@ -772,45 +418,64 @@ def measure_sensitivity(
         >>> sorted(report.suggest(max_error=0.2))
         ['0', '2']
     """
-    check_model(model)
-    names = _several([names] if isinstance(names, str) else names, "names", "['blocks.*.fc1']")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"`names` must be patterns, got {name!r}. HINT: such as 'blocks.*.fc1', 'type:linear'.")
-    probe = SensitivityProbe(model, _settings_of(bits, sparsities, block_size, topk_over), names)
-    with unchanged(model, _check_seed(seed)), probe:
-        if probe.is_empty:
-            listing = "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in probe.report().skipped)
+    require("measure_sensitivity", FOR_BACKWARD)
+    with unchanged(check_model(model), 0), _watched(model) as (measured, skipped):
+        if not measured:
+            listing = "\n".join(f"  {layer.fqn} ({layer.kind}): {layer.reason}" for layer in skipped)
             raise ValueError(
-                f"No layer of {type(model).__name__} can be measured:\n{listing}\nHINT: widen `names`, or let "
-                "weights require gradients."
+                f"No layer of {type(model).__name__} can be measured:\n{listing}\nHINT: let weights of linear "
+                "layers or convolutions require gradients."
             )
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        squares = defaultdict[Tensor, float](float)
         for batch in batches:
-            grads = torch.autograd.grad(_check_loss(loss(batch)), trained, allow_unused=True)
-            probe.end_batch(dict(zip(trained, grads, strict=True)))
-    if not probe.batches:
-        raise ValueError("`batches` must hold at least one batch, got none. HINT: an iterator can be read only once.")
-    return probe.report()
+            grads = torch.autograd.grad(_check_loss(loss(batch)), parameters, allow_unused=True)
+            for parameter, square in squared_norms(dict(zip(parameters, grads, strict=True))).items():
+                squares[parameter] += float(square)
+        if not squares:
+            raise ValueError(
+                "`batches` must hold at least one batch, whose loss depends on trained parameters, got none. HINT: an "
+                "iterator can be read only once."
+            )
+        values = sum(parameter.numel() for parameter, total in squares.items() if total)
+        rows: list[LayerSensitivity] = []
+        for layer in measured:
+            error = 0.0 if layer.error is None else float(layer.error)
+            own = math.fsum(squares[weight] for weight in layer.weights)
+            if error and own and math.isfinite(error / own):
+                relative = {bits: math.sqrt(error * ratio(bits) / own) for bits in (*BITS, None)}
+                rows += [layer.row(bits, each, values, layer.nbytes) for bits, each in relative.items()]
+            else:
+                kind = torch_class(type(layer.layer)).__name__
+                skipped.append(LayerReport(layer.name, kind, "linear", reason=layer.reason))
+        return SensitivityReport(rows, skipped)
 
 
-def _settings_of(bits: Any, sparsities: Any, block_size: int, topk_over: TopkOver) -> tuple[Setting, ...]:
-    """Check the arguments, and return every number of bits with every sparsity, and inputs as they are at the end."""
-    bits = [check_bits(each, "bits") for each in _several(bits, "bits", "[2, 4]")]
-    sparsities = [check_sparsity(each, "sparsities") for each in _several(sparsities, "sparsities", "[0.0, 0.5]")]
-    keeps = [Keep(each, sparsity, block_size, topk_over) for each in bits for sparsity in sparsities]
-    settings = [Setting(keep.stored_bits, float(keep.sparsity), keep.block_size, topk_over) for keep in keeps]  # type: ignore[arg-type]
-    as_is = Setting(0, 0.0, keeps[0].block_size, topk_over)
-    return (*(setting for setting in settings if setting != as_is), as_is)
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[tuple[list[MeasuredLayer], list[LayerReport]]]:
+    """Watch the linear layers and convolutions of a dense model, whoever has converted it.
 
-
-def _several(values: Any, name: str, example: str) -> tuple[Any, ...]:
-    """Return ``values`` as a tuple without repetitions, one at least."""
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise TypeError(f"`{name}` must be a list, got {values!r}. HINT: {name}={example} is one.")
-    if not values:
-        raise ValueError(f"`{name}` must name at least one to measure, got {values!r}. HINT: {example} is a start.")
-    return tuple(dict.fromkeys(values))
+    They are converted, so that attention modules tell of their projections, and keep their inputs unchanged. Yields
+    the layers to measure, and the others with the reason.
+    """
+    config, owner = Config("paper", rules={"type:convolution": Keep(sparsity=0.5)}), new_owner("measure_sensitivity()")
+    with ExitStack() as stack:
+        for other in {vars(m)[name].owner for m in model.modules() for name in _STATES if name in vars(m)} - {None}:
+            view = DenseView()
+            stack.callback(view.close)
+            view.open(model, other)
+        stack.callback(revert, model, owner)
+        report = convert_layers(model, config, owner)
+        measured = [layer for _, layer in find_measurable(model, owner)]
+        for layer in measured:
+            layer.layer.drop_nothing()
+        names = {layer.name for layer in measured}
+        for row in [row for row in report.converted if row.fqn not in names]:
+            report.leave_dense(row.fqn, "its weight is frozen, or computed by a parametrization")
+        watcher = ErrorWatcher(measured)
+        stack.callback(watcher.close)
+        watcher.open()
+        yield measured, report.skipped
 
 
 @contextmanager
@@ -840,12 +505,6 @@ def unchanged(model: nn.Module, seed: int) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in values:
                     buffer.copy_(value)
-
-
-def _check_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, Integral):
-        raise TypeError(f"`seed` must be an int, got {seed!r}. HINT: it makes dropout the same in every measurement.")
-    return int(seed)
 
 
 def _check_loss(value: Any) -> Tensor:

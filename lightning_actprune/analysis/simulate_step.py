@@ -54,6 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from typing_extensions import TypedDict, Unpack
 
 from lightning_actprune.analysis.caching_allocator import CachingAllocator
 from lightning_actprune.analysis.dense_footprint import FakeMode
@@ -114,16 +115,27 @@ _results: dict[Any, Any] = {}
 _one_at_a_time = threading.RLock()  # of what is registered with torch, and of the random generators
 
 
+class StepOptions(TypedDict, total=False):
+    """How a step is simulated.
+
+    Args:
+        loss: Returns the loss, given the copy of the model and the batch; by default as ``compute_loss`` does.
+        precision: One of Lightning's names: ``"bf16-mixed"``, the default, ``"16-mixed"``, ``"32-true"``,
+            ``"bf16-true"``, ``"16-true"``.
+        optimizer: Creates the optimizer of the trained parameters; by default fused AdamW.
+        accumulates: Whether gradients of the previous batch exist, to which those of this one are added.
+        workspaces: Whether to count cuBLAS's workspaces, which is the default.
+    """
+
+    loss: Loss | None
+    precision: str
+    optimizer: MakeOptimizer | None
+    accumulates: bool
+    workspaces: bool
+
+
 def simulate(
-    model: nn.Module,
-    batch: Any,
-    prepare: Prepare | None = None,
-    *,
-    loss: Loss | None = None,
-    precision: str = "bf16-mixed",
-    optimizer: MakeOptimizer | None = None,
-    accumulates: bool = False,
-    workspaces: bool = True,
+    model: nn.Module, batch: Any, prepare: Prepare | None = None, **options: Unpack[StepOptions]
 ) -> StepMemory:
     """Return the memory of one training step on a GPU, which need not exist (see the module).
 
@@ -135,12 +147,7 @@ def simulate(
             its tensors matter, and the values of integers and booleans that are not on ``meta``.
         prepare: Converts a copy of the model, as ``lambda model: convert(model, "max")``, and returns the report, if
             any.
-        loss: Returns the loss, given the copy of the model and the batch; by default as ``compute_loss`` does.
-        precision: One of Lightning's names: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ``"bf16-true"``,
-            ``"16-true"``.
-        optimizer: Creates the optimizer of the trained parameters; by default fused AdamW.
-        accumulates: Whether gradients of the previous batch exist, to which those of this one are added.
-        workspaces: Whether to count cuBLAS's workspaces.
+        options: See ``StepOptions``.
 
     Returns:
         The step, as measured.
@@ -156,47 +163,31 @@ def simulate(
         >>> step.measured, step.activation_bytes[step.forward_end]
         (True, 1069060)
     """
-    with open_simulation(
-        model,
-        batch,
-        prepare,
-        loss=loss,
-        precision=precision,
-        optimizer=optimizer,
-        accumulates=accumulates,
-        workspaces=workspaces,
-    ) as simulate_batch:
+    with open_simulation(model, batch, prepare, **options) as simulate_batch:
         return simulate_batch(batch)
 
 
 @contextmanager
 def open_simulation(
-    model: nn.Module,
-    batch: Any,
-    prepare: Prepare | None = None,
-    *,
-    loss: Loss | None = None,
-    precision: str = "bf16-mixed",
-    optimizer: MakeOptimizer | None = None,
-    accumulates: bool = False,
-    workspaces: bool = True,
+    model: nn.Module, batch: Any, prepare: Prepare | None, **options: Unpack[StepOptions]
 ) -> Iterator[Callable[[Any], StepMemory]]:
     """Yield a function that simulates a step with a batch of any size; ``batch`` is the first one, which decides.
 
     Arguments and errors are those of ``simulate``. Other threads have to wait for the end before they can simulate.
     """
     require("Simulating a step", FOR_SIMULATION)
-    autocast, whole = PRECISIONS[check_precision(precision)]
-    mode = _Mode(workspaces)
+    autocast, whole = PRECISIONS[check_precision(options.get("precision", "bf16-mixed"))]
+    mode = _Mode(options.get("workspaces", True))
     with _one_at_a_time, _restore_randomness(), _register_gpu_rules(), act_as(SimulatedGPU(HOPPER)), mode:
         twin = _copy_without_values(check_model(model), mode).train()
         if whole is not None:
             twin.to(whole)
         mode.names = ModuleNames(twin)
         report = None if prepare is None else prepare(twin)
-        make_optimizer = optimizer or functools.partial(torch.optim.AdamW, fused=True)
-        parameters = make_optimizer([p for p in twin.parameters() if p.requires_grad])
-        step = _Step(twin, loss or compute_loss, autocast, parameters, accumulates)
+        make_optimizer = options.get("optimizer") or functools.partial(torch.optim.AdamW, fused=True)
+        optimizer = make_optimizer([p for p in twin.parameters() if p.requires_grad])
+        loss, accumulates = options.get("loss") or compute_loss, options.get("accumulates", False)
+        step = _Step(twin, loss, autocast, optimizer, accumulates)
         make_input = functools.partial(_make_input, mode, whole)
         step.warm_up(map_tensors(make_input, batch), report)
         yield lambda batch: step.record(map_tensors(make_input, batch), mode.allocator.ask)

@@ -28,12 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_actprune.analysis.allocation import Allocation, Allocator, convert_copy
-from lightning_actprune.analysis.simulate_step import (
-    NoValuesError,
-    check_precision,
-    has_known_values,
-    simulate,
-)
+from lightning_actprune.analysis.simulate_step import NoValuesError, check_precision, has_known_values, simulate
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.callbacks.fit import holds_whole_weights, run_check
 from lightning_actprune.config import Config

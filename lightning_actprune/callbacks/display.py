@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
@@ -57,33 +57,25 @@ def show(trainer: pl.Trainer, *contents: RenderableType) -> None:
 def describe_decision(decision: Decision, report: ConversionReport) -> Iterator[str]:
     """Yield what the first batch has changed: layers that became dense, and layers that drop no block."""
     if decision.retained:
-        is_one, remaining = len(decision.retained) == 1, len(report.converted)
-        does, what, them = ("stays", "its input", "it") if is_one else ("stay", "their inputs", "them")
         yield (
-            f"Activation pruning: {format_count(len(decision.retained), _name_kind(decision.retained))} {does} dense, "
-            f"since packing {what} would add memory (skip_retained=False packs {them} anyway); "
-            f"{remaining} {'is' if remaining == 1 else 'are'} converted."
+            f"Activation pruning: {_count_layers(decision.retained)} dense now, since packing the input would add "
+            f"memory (skip_retained=False packs it anyway); {len(report.converted)} converted."
         )
         yield from describe_reasons(decision.retained)
     if decision.idle:
-        is_one = len(decision.idle) == 1
         names = config.shorten([layer.fqn for layer in decision.idle])
         yield (
-            f"Activation pruning: {format_count(len(decision.idle), _name_kind(decision.idle))} "
-            f"{'stays dense until it keeps' if is_one else 'stay dense until they keep'} something for backward "
-            f"(frozen, or not called): {names}."
+            f"Activation pruning: {_count_layers(decision.idle)} dense until something is kept for backward (frozen, "
+            f"or not called): {names}."
         )
     if decision.spread:
         layers = [layer for layer in report.layers if layer.fqn in decision.spread]
-        is_one = len(decision.spread) == 1
-        does, whose, them = ("drops", "its input", "it") if is_one else ("drop", "their inputs", "them")
         places = [name for name, _ in group_by_place(layers, lambda layer: None)]
         more = len(places) - MOST_NAMED
         text = ", ".join(places[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         yield (
-            f"Activation pruning: {format_count(len(decision.spread), _name_kind(layers))} {does} no block, since the "
-            f"energy of {whose} is spread over all blocks (max_dropped_energy=1 in a rule lets {them} drop some "
-            f"anyway): {text}."
+            f"Activation pruning: {_count_layers(layers)} without dropped blocks, since the energy of the input is "
+            f"spread over all blocks (max_dropped_energy=1 in a rule drops some anyway): {text}."
         )
     if decision.choice is not None and decision.choice.bits:
         bits, average, error, others, operators, _ = decision.choice
@@ -133,8 +125,9 @@ def tabulate_compiled(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _name_kind(layers: Iterable[LayerReport]) -> str:
-    return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
+def _count_layers(layers: Sequence[LayerReport]) -> str:
+    noun = "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
+    return format_count(len(layers), noun)
 
 
 def tabulate_step(step: StepMemory, epoch: int) -> Table:
@@ -161,9 +154,9 @@ def tabulate_keepers(step: StepMemory, epoch: int) -> Table:
     table = make_table(
         f"Kept at the end of the forward, by who keeps it, epoch {epoch}", "Kept by", "Tensors", "MiB", "Share"
     )
-    cut = _MOST_KEEPERS if len(groups) > _MOST_KEEPERS + 1 else len(groups)
-    rows = [(group.label + (", packed" if group.packed else ""), group.count, group.nbytes) for group in groups[:cut]]
-    if rest := groups[cut:]:
+    largest, rest = cut_rows(groups, _MOST_KEEPERS)
+    rows = [(group.label + (", packed" if group.packed else ""), group.count, group.nbytes) for group in largest]
+    if rest:
         count, nbytes = sum(group.count for group in rest), sum(group.nbytes for group in rest)
         rows.append((f"... and {len(rest)} more", count, nbytes))
     for label, count, nbytes in rows:

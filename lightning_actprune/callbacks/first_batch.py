@@ -150,15 +150,6 @@ class Decisions:
         self.bits = (self.bits or {}) | choice.bits
         self.operators = self.operators | choice.operators
 
-    def bits_state(self) -> dict[str, Any]:
-        """Return the chosen bits for a checkpoint."""
-        return {name: getattr(self, name) for name in BITS_STATE}
-
-    def load_bits_state(self, state: Mapping[str, Any]) -> None:
-        """Restore them from a checkpoint, which may be without any."""
-        for name in BITS_STATE:
-            setattr(self, name, state.get(name, getattr(self, name)))
-
     def add_trial_of(self, model: nn.Module) -> None:
         """Let decisions hold for the next training of ``model``: in this fit or, after ``Tuner``, in another."""
         self._trial_model = weakref.ref(model)
@@ -173,30 +164,16 @@ class Decisions:
         self.layers = [layer.fqn for layer in report.converted]
         self._change(model, report)
 
-    def restore(
-        self,
-        model: nn.Module,
-        report: ConversionReport,
-        spread: dict[str, float],
-        retained: dict[str, str | None] | None,
-        bits: dict[str, int | None] | None,
-    ) -> Decision:
-        """Apply the decisions of a checkpoint and return them.
-
-        Args:
-            model: The module that holds the layers, all of them converted.
-            report: The conversion.
-            spread: ``spread`` of the checkpoint.
-            retained: ``retained`` of the checkpoint; ``None`` if it is not there, so that a batch has to be probed.
-            bits: ``bits`` of the checkpoint.
-        """
-        self.spread, self.retained, self.bits = spread, retained, bits
-        if retained is not None:
-            self._decided = frozenset(self.layers)
+    def restore(self, model: nn.Module, report: ConversionReport, state: Mapping[str, Any]) -> Decision:
+        """Apply the decisions of a checkpoint to layers that were just converted, and return them."""
+        for name in ("spread", "retained", *BITS_STATE):
+            setattr(self, name, state.get(name, getattr(self, name)))
+        self._decided = frozenset(self.layers)
         rows, idle = self._change(model, report), self.idle
         if not idle:
             check_any_left(report)
-        return Decision([row for row in rows if row.fqn not in idle], spread, [row for row in rows if row.fqn in idle])
+        retained, asleep = ([row for row in rows if (row.fqn in idle) == sleeps] for sleeps in (False, True))
+        return Decision(retained, self.spread or {}, asleep)
 
     def _change(self, model: nn.Module, report: ConversionReport) -> list[LayerReport]:
         reasons = {name: _IDLE if reason is None else reason for name, reason in (self.retained or {}).items()}
@@ -273,7 +250,7 @@ class FirstBatchProbe:
 
     @property
     def judges_energy(self) -> bool:
-        """Whether the next batch will show which layers drop nothing; a checkpoint may have said it."""
+        """Whether the next batch will show which layers drop nothing."""
         return self._will_probe and self._will_probe_energy
 
     @property
@@ -292,8 +269,7 @@ class FirstBatchProbe:
         packs = sparsity > 0 or any(keep.bits is not None for keep in keeps)
         self._will_probe = packs and not self.decisions.is_complete
         has_limit = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
-        is_known = self.decisions.spread is not None and self.decisions.retained is None  # from a checkpoint, in part
-        self._will_probe_energy = has_limit and sparsity > 0 and not is_known
+        self._will_probe_energy = has_limit and sparsity > 0
         of_bits = [layer.fqn for layer in report.converted if drops_blocks([layer.operator])]
         is_missing = self.decisions.bits is None or self.decisions.partial is not None
         is_missing = is_missing or bool(self.decisions.filter_undecided(of_bits))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,21 @@ class ActivationMemoryMonitor(TrainerCallback):
         """
         if self._report is None:
             raise MisconfigurationException("There is no step to draw yet. HINT: call `trainer.fit` with this monitor.")
-        return _save_figures(self._report, self.history, Path(folder)) or []
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            return []
+        rows, figures = self._report.to_rows(), {}
+        if rows:
+            epoch = f", epoch {self._history[-1]['epoch']}" if self._history else ""
+            figures["layers"] = layers_picture(rows, f"Kept for backward{epoch}")
+        if self._history:
+            figures["epochs"] = epochs_picture(self.history)
+        if self._report.step is not None and self._report.step.moments:
+            figures["step"] = step_picture({"Memory over the step": self._report.step})
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        files = {Path(folder) / f"{name}.png": figure for name, figure in figures.items()}
+        for path, figure in files.items():
+            figure.savefig(path, dpi=_DPI)
+        return list(files)
 
     # === Hooks, in the order of a fit =================================================================================
 
@@ -346,7 +360,7 @@ def _is_last(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int)
     return completes and 0 < trainer.max_steps <= trainer.global_step + steps
 
 
-# === Logging and files ================================================================================================
+# === Logging ================================================================================================
 def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport | None, in_bar: bool) -> None:
     """Log the totals as means over the ranks, if every rank has measured a step.
 
@@ -375,7 +389,6 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
             )
         return
     assert report is not None, "all ranks have measured"
-    _check_trainer(trainer, pl_module)
     has_dense = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
     for name, value in _compute_totals(report, has_dense).items():
         prog_bar = in_bar and name == _BAR_NAMES[has_dense]
@@ -386,22 +399,12 @@ def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Mem
     """Send the totals of this rank to ``callback_metrics`` and the progress bar, before the epoch ends."""
     if trainer.barebones:
         return
-    _check_trainer(trainer, pl_module)
     has_dense = report.dense_bytes is not None
     for name, value in _compute_totals(report, has_dense).items():
         prog_bar = in_bar and name == _BAR_NAMES[has_dense]
         on_host = torch.tensor(value)  # the progress bar reads it after each batch, and would wait for the GPU
         pl_module.log(
             name, on_host, on_step=True, on_epoch=False, prog_bar=prog_bar, logger=False, batch_size=_BATCH_SIZE
-        )
-
-
-def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Raise if the module would log through another Trainer; Lightning's own error blames something else."""
-    if pl_module.trainer is not trainer:
-        raise MisconfigurationException(
-            "ActivationMemoryMonitor cannot log: the model was given to another Trainer during this fit. HINT: pass "
-            "the other Trainer a copy of the model, or reset `model.trainer` to this one afterwards."
         )
 
 
@@ -448,20 +451,3 @@ def _check_alone(trainer: pl.Trainer) -> None:
             f"A Trainer takes one ActivationMemoryMonitor, got {count}: they log under the same names, so loggers "
             "would get means over all of them. HINT: keep one of them in `callbacks`."
         )
-
-
-@rank_zero_only
-def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write the pictures that show anything, and return the files."""
-    rows, figures = report.to_rows(), {}
-    if rows:
-        figures["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
-    if history:
-        figures["epochs"] = epochs_picture(history)
-    if report.step is not None and report.step.moments:
-        figures["step"] = step_picture({"Memory over the step": report.step})
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {folder / f"{name}.png": figure for name, figure in figures.items()}
-    for path, figure in files.items():
-        figure.savefig(path, dpi=_DPI)
-    return list(files)

@@ -378,7 +378,11 @@ class ActivationPruning(TrainerCallback):
             "retained": self._decisions.retained,
             "saved": self._decisions.saved.state_dict(),
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
-            **({} if self.max_error is None else {"max_error": self.max_error, **self._decisions.bits_state()}),
+            **(
+                {}
+                if self.max_error is None
+                else {"max_error": self.max_error, **{name: getattr(self._decisions, name) for name in BITS_STATE}}
+            ),
         }
 
     # So Lightning takes it for the method of `Callback`, and `setup` refuses instances with the same patterns:
@@ -520,12 +524,12 @@ class ActivationPruning(TrainerCallback):
         now = {name: value for name, value in self.state_dict().items() if name not in results}
         by_budget = () if self._budget is None else ("layers",)  # a budget chooses them
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in by_budget})
-        # Older checkpoints lack `skip_retained`; `total_steps` changes no decision.
-        is_same = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
-        is_same = is_same and then.get("max_error") == self.max_error
-        if not then or not is_same:
+        deciding = ("kept", "rules", "layers", "skip_retained")  # `total_steps` changes no decision
+        if any(name not in then or then[name] != now[name] for name in deciding):
             return None
-        decided = then.get("spread") is not None
+        if then.get("max_error") != self.max_error or "quiet" not in then["saved"]:  # that of an older version
+            return None
+        decided = then["spread"] is not None
         if decided and self._decisions.is_complete:  # by trials, which may have decided about other layers
             self._decisions.forget()
             self._convert(pl_module)
@@ -533,16 +537,10 @@ class ActivationPruning(TrainerCallback):
         if operators != self._decisions.operators:
             self._decisions.operators = operators
             self._convert(pl_module)
-        if not self._decisions.saved.load_state_dict(then.get("saved", SiteDecisions().state_dict())):
-            rank_zero_warn(
-                "This checkpoint is of an older version, whose decisions about what operations save are ignored: the "
-                "next batch decides again, and the training is not the same bit for bit."
-            )
+        self._decisions.saved.load_state_dict(then["saved"])
         if not decided:
             return None
-        self._decisions.load_bits_state(then)
-        found = then["spread"], then.get("retained"), then.get("bits")
-        restored = self._decisions.restore(pl_module, self._report, *found)
+        restored = self._decisions.restore(pl_module, self._report, then)
         self._find_layers(pl_module)
         return restored
 

@@ -140,13 +140,10 @@ class SiteDecisions:
         """Return the state for a checkpoint."""
         return {"sites": [[*site, *decision] for site, decision in self.sites.items()], "quiet": dict(self.quiet)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore a ``state_dict``; return False for one of older versions, whose sites are offsets in bytecode."""
-        if "quiet" not in state:
-            return not state["sites"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a ``state_dict``."""
         self.sites |= {Site(*row[:-2]): Decision(*row[-2:]) for row in state["sites"]}
         self.quiet |= state["quiet"]
-        return True
 
     def is_settled(self, outermost: str) -> bool:
         """Return whether no new sites are expected."""

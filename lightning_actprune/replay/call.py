@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_actprune.codec.private import (
-    tree_flatten,
-    tree_unflatten,
-)
+from lightning_actprune.codec.private import tree_flatten, tree_unflatten
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """Types of arguments that are a part of the signature."""

@@ -11,9 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from lightning_actprune.codec.private import (
-    storage_uses,
-)
+from lightning_actprune.codec.private import storage_uses
 from lightning_actprune.operators.containers import map_tensors, tensors_in
 from lightning_actprune.replay.call import Call, Observations, uncached_autocast
 from lightning_actprune.replay.memory import alias_memory, capture_stream

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.private import (
-    clear_workspaces,
-)
+from lightning_actprune.codec.private import clear_workspaces
 
 UNWRITTEN = 255
 """A byte that few kernels write; as a floating-point number it is NaN."""

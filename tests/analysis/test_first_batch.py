@@ -190,8 +190,8 @@ def test_energy_is_summed_in_fp32_or_wider():
 @pytest.mark.parametrize("bits", [4, None])
 def test_layers_with_spread_inputs_keep_all_blocks_or_are_dense_again_where_nothing_is_quantized(bits: int | None):
     model = spread_and_concentrated()
-    report = convert(model, rules={"type:linear": Keep(bits=bits, sparsity=0.5), "*": None})
-    with EnergyProbe(model, 0.2) as probe:
+    report = convert(model, rules={"type:linear": Keep(bits=bits, sparsity=0.5, max_dropped_energy=0.2), "*": None})
+    with EnergyProbe(model) as probe:
         model(torch.ones(4, 64)).sum().backward()
     assert probe.shares["0"] == 0.5
     assert probe.shares["2"] < 0.01
@@ -209,8 +209,8 @@ def test_layers_with_spread_inputs_keep_all_blocks_or_are_dense_again_where_noth
 
 def test_shares_are_of_all_calls_and_the_sparsity_of_a_schedule_to_come_is_judged():
     model = nn.Sequential(nn.Linear(64, 64))
-    report = converted(model, 0.0, block_size=32)
-    with EnergyProbe(model, 0.2) as now, EnergyProbe(model, 0.2, sparsity=0.5) as later:
+    report = converted(model, 0.0, rules={"*": Keep(sparsity=0.5, max_dropped_energy=0.2)})
+    with EnergyProbe(model) as now, EnergyProbe(model, sparsity=0.5) as later:
         model(torch.ones(1, 64))
         model(torch.cat([torch.full((1, 32), 1.5), torch.ones(1, 32)], 1))
     assert now.shares == {}
@@ -221,22 +221,22 @@ def test_shares_are_of_all_calls_and_the_sparsity_of_a_schedule_to_come_is_judge
 def test_inputs_without_a_share_and_layers_without_a_backward_are_not_judged():
     for value in (0.0, float("nan"), float("inf")):
         model = nn.Sequential(nn.Linear(64, 8))
-        report = convert(model, sparsity=0.5, block_size=32)
-        with EnergyProbe(model, 0.0) as probe:
+        report = convert(model, rules={"*": Keep(sparsity=0.5, max_dropped_energy=0.0)})
+        with EnergyProbe(model) as probe:
             model(torch.full((2, 64), value))
         assert probe.apply(report) == []
         assert len(report.converted) == 1
     frozen = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), ActivationPrunedLinear(64, 8, sparsity=0.5))
     convert(frozen, sparsity=0.5, block_size=32)
-    with EnergyProbe(frozen, 0.2) as probe:
+    with EnergyProbe(frozen) as probe:
         frozen(torch.ones(1, 64, requires_grad=True))
     assert probe.shares == {}
 
 
 def test_attention_is_judged_by_the_input_of_its_projections():
     attention = nn.MultiheadAttention(64, 2, batch_first=True)
-    report = convert(attention, sparsity=0.5, rules={"type:linear": Keep(bits=4, sparsity=0.5)})
-    with EnergyProbe(attention, 0.2) as probe:
+    report = convert(attention, sparsity=0.5, rules={"type:linear": Keep(4, 0.5, max_dropped_energy=0.2)})
+    with EnergyProbe(attention) as probe:
         attention(*[torch.ones(2, 5, 64)] * 3, need_weights=True)
     names = [layer.fqn for layer in report.converted]
     assert probe.shares[names[0]] == pytest.approx(0.5)
@@ -249,7 +249,7 @@ def test_convolutions_are_judged_by_blocks_in_the_order_of_memory(last: bool):
     convert(model, rules={"type:convolution": Keep(bits=4, sparsity=0.5)})
     x[:, :, :4] = 0  # half of the rows, whichever way blocks run
     for images, share in ((x, 0.0), (torch.ones_like(x), 0.5)):
-        with EnergyProbe(model, 0.2) as probe:
+        with EnergyProbe(model) as probe:
             model(laid_out(images, last)).sum()
         assert probe.shares == {"0": share}
 

@@ -341,22 +341,6 @@ def test_a_callback_or_a_model_of_a_running_fit_is_refused_to_another_fit(whole)
     assert_nothing_open()
 
 
-def test_a_model_that_was_given_to_another_trainer_cannot_log():
-    """Without a callback of ours, the other fit trains it with its layers as they are."""
-    model, counts = Model(0, 0.0), list[int]()
-
-    def train(_: pl.Trainer) -> None:
-        counts.append(compressed(model))
-        seeded_fit(model, ActivationMemoryMonitor(0, verbose=False), max_steps=1)
-        counts.append(compressed(model))
-
-    with pytest.raises(MisconfigurationException, match=r"cannot log: the model was given to another.* HINT"):
-        seeded_fit(model, *ours(), once("on_train_batch_end", train, 2))
-    assert counts[0] == counts[1] > 0
-    assert compressed(model) == 0
-    assert_nothing_open()
-
-
 def test_two_threads_train_two_models(whole):
     """The compiler's stance, which is the process's, is as it was, though the first to ask for another leaves first."""
     meeting = threading.Barrier(2, timeout=60)

@@ -114,7 +114,7 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, caplog):
     model = fitted(pruning, *tuners, save, model=Judged(made_in="setup"), enable_checkpointing=True)
     assert model.seen == [[0.0] * 3] + [[0.0, 0.5]] * (len(model.seen) - 1)
     assert len(model.seen) > BATCHES
-    assert "1 linear layer drops no block" in " ".join(caplog.text.split())
+    assert "1 linear layer without dropped blocks" in " ".join(caplog.text.split())
     assert pruning.spread.keys() == {SPREAD}
     assert {layer.fqn: layer.sparsity for layer in pruning.converted} == {SPREAD: 0.0, CONCENTRATED: 0.5}
     assert [layer.fqn for layer in pruning.skipped if layer.operator == "linear"] == ["head"]
