@@ -47,8 +47,7 @@ earlier graph, and stores its inputs in the bits of ``Policy.saved``.
 a grouped product have at least four bits, whatever ``Policy.parameter`` says.
 
 **Weighed rows.** If the other factor of ``mul`` has one value for each row, the rows are values that are summed with
-weights, as in attention. They have the bits of ``Policy.value``. Only eager mode looks for weighed rows and for grouped
-products.
+weights, as in attention. They have the bits of ``Policy.value``.
 
 **Layers without a mark.** In compiled code an operation without a mark may belong to a layer that a rule leaves dense.
 So inputs of matrix products, convolutions, norms and smooth functions are exact there once a rule leaves some layer
@@ -200,7 +199,7 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
     *_with_backward(_U.LINEAR, "convolution", kind=_K.PRODUCT | _K.GEMM, nodes=_CONVOLUTIONS),
     *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", inputs=_U.LINEAR, kind=_K.PRODUCT),
-    SavedOp("_grouped_mm", _U.LINEAR, kind=_K.PRODUCT | _K.GROUPED),
+    SavedOp("_grouped_mm", _U.LINEAR, kind=_K.PRODUCT | _K.GROUPED, backward={"_grouped_mm": {0: _U.LINEAR}}),
     # x^3 is bounded; the gradient of |x| is x / |x|, of which |x| is exact.
     SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, backward={"pow": {}, "mul": {}}, only=("exponent", (2, 3))),
     SavedOp("linalg_vector_norm", _U.LINEAR, backward={"div": {}}, only=("ord", (2,))),

@@ -45,6 +45,7 @@ from lightning_actprune.compiled.graphs import (
     Read,
     count_of,
     first_input,
+    hints,
     mask_of,
     name_of,
     passes_on,
@@ -59,6 +60,7 @@ _WEIGHT_GRADIENTS = frozenset({"aten.mm", "aten.mv", "aten.convolution_backward"
 """Operations that compute the gradient of a weight, a sum over all samples."""
 _OF_TWO_FACTORS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mm", "aten.mv"})
 """Operations by which backward multiplies a value by a gradient."""
+_GROUPED = ops_of(Kind.GROUPED)
 _COMPARISONS, _RANDOM = ops_of(Kind.COMPARISON), ops_of(Kind.RANDOM)
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
 """Operations that may weigh values by a softmax."""
@@ -128,14 +130,15 @@ def find_way(joint: Joint, model: Model, read: Read) -> Way:
         how = layer.bits, layer.block_size, parts, layer.topk_over, layer.selection, layer.operator
         return Values(*how, offload=layer.offload)
     operation = "" if layer is not None else _find_operation(joint, model, read, use)
-    storage = storage_for(operation, use, _find_facts(joint, model, read, use), model)
+    facts = _find_facts(joint, model, read, use)
+    storage = storage_for(operation, use, facts, model)
     if storage.how == "signs" or storage.how == "shape":
         return storage.how
     if storage.how == "exact":
         raise Refusal(storage.reason)
     if read.node not in joint.marked:
         raise Refusal("it does not depend on a layer's input, so it may be a weight")
-    is_checked = use in (Use.LINEAR, Use.BOUNDED) and model.bits_by_rule(operation) is None
+    is_checked = use in (Use.LINEAR, Use.BOUNDED) and not facts.is_grouped and model.bits_by_rule(operation) is None
     name = (operation or name_of(read.reader)).rpartition(".")[2] if is_checked else ""
     return Values(storage.bits, model.block_size, operation=name, offload=model.offload)
 
@@ -190,12 +193,25 @@ def _find_facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:
         return Facts()
     is_product = _is_product(joint, read.node, read.reader)
     is_input_of_layer = use is Use.BOUNDED or name_of(read.reader) in _WEIGHT_GRADIENTS
+    is_for_parameter = use is Use.LINEAR and _is_for_parameter(joint, read)
+    is_grouped = is_for_parameter and name_of(read.reader) in _GROUPED
     return Facts(
-        is_for_parameter=use is Use.LINEAR and _is_for_parameter(joint, read),
+        is_for_parameter=is_for_parameter,
+        is_grouped=is_grouped,
+        is_weighed=is_product and _is_weighed(joint, read, model.block_size),
         has_step_as_factor=is_product and _has_step_as_factor(joint, source_of(read.node)),
         may_stay_dense=not model.unmarked_layers and (is_input_of_layer or not joint.names_operations),
-        is_masked=is_masked(read.node),
+        is_masked=not is_grouped and is_masked(read.node),  # rows of weight gradients bear masks
     )
+
+
+def _is_weighed(joint: Joint, read: Read, block_size: int) -> bool:
+    """Return True if forward multiplies each row of a value by one factor."""
+    source, operation = source_of(read.node), joint.operation_of(read.reader)
+    shape = hints(value_of(source).shape)
+    if operation is None or name_of(operation) != "aten.mul" or not shape or shape[-1] < block_size:
+        return False
+    return any(hints(value_of(factor).shape) == [*shape[:-1], 1] for factor in operation.all_input_nodes)
 
 
 def _is_product(joint: Joint, node: Node, reader: Node) -> bool:
@@ -342,9 +358,11 @@ def _is_for_parameter(joint: Joint, read: Read) -> bool:
     operation, source = joint.operation_of(read.reader), source_of(read.node)
     if operation is None:
         return False
+    is_grouped = name_of(operation) in _GROUPED
     arguments = operation.args[1:] if name_of(operation).startswith("aten.add") else operation.args  # b of b + x w
     factors = [node for node in arguments if isinstance(node, Node) and source_of(node) is not source]
-    fewer = all(count_of(value_of(factor)) < count_of(value_of(source)) for factor in factors)
+    factors = factors[:1] if is_grouped else factors  # without the ends of the groups
+    fewer = is_grouped or all(count_of(value_of(factor)) < count_of(value_of(source)) for factor in factors)
     return bool(factors) and fewer and joint.marked.isdisjoint(factors) and _is_summed_over_samples(read.reader)
 
 
@@ -353,6 +371,8 @@ def _is_summed_over_samples(product: Node) -> bool:
     name = name_of(product)
     if name in _WEIGHT_GRADIENTS or (name == "aten.bmm" and value_of(product).shape[0] == 1):
         return True
+    if name in _GROUPED:
+        return value_of(product).dim() == 3  # a matrix for each group of rows
     return all(
         _is_summed_over_samples(user) if passes_on(user) or name_of(user) == "aten.mul" else _sums_over_samples(user)
         for user in product.users

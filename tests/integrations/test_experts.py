@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from lightning_actprune import Keep, convert
 from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.compiled.install import CompiledPacking
+from lightning_actprune.config import Config
+from lightning_actprune.convert import convert_layers, mark_layers, new_owner
 from lightning_actprune.operators.base import CompressedLayer
 
 try:
@@ -103,6 +106,24 @@ def test_the_dense_bytes_of_a_model_are_those_of_the_dense_model(name: str) -> N
             model(tokens).logits.sum()
         dense_bytes.append(meter.report().dense_bytes)
     assert dense_bytes[0] == dense_bytes[1]
+
+
+@pytest.mark.parametrize("name", ["Olmoe", "GptOss"])
+def test_a_compiled_block_of_experts(name: str) -> None:
+    x = torch.randn(4, TOKENS // 4, WIDTH, dtype=torch.bfloat16)
+    dense, owner = nn.Sequential(nn.LayerNorm(WIDTH), make_block(name)).bfloat16(), new_owner("test")
+    block = copy.deepcopy(dense)
+    torch._dynamo.reset()
+    with CompiledPacking() as packing:
+        convert_layers(block, Config("max"), owner)
+        mark_layers(block, owner, unmarked_layers=True)
+        block.compile(backend="aot_eager")
+        exact, found = run(dense, x), run(block, x)
+    assert cosine(found[1], exact[1]) > 0.97
+    cosines = {key: cosine(found[2][key], gradient) for key, gradient in exact[2].items() if "experts." in key}
+    assert min(cosines.values()) > 0.95, cosines
+    bits = {reader: row.bits for row in packing.rows if row.how != "again" for reader in row.readers}
+    assert (bits["aten._grouped_mm"], bits["aten.mul"]) == (4, 4)
 
 
 def test_a_loop_over_experts_stays_dense() -> None:
