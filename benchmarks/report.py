@@ -259,6 +259,7 @@ HEADLINE = {
     "BertForSequenceClassification": "BERT",
     "UNet": "U-Net",
     "resmlp_12_224": "ResMLP-12",
+    "resmlp_24_224": "ResMLP-24",
 }
 """Models of the first table and the first picture, with their titles."""
 
@@ -273,7 +274,7 @@ def headline() -> str:
         ratios.append([r[name] / dense[name] for name in ("peak_mib", "step_ms") for r in (ours, checkpoint)])
         rows.append([title, *map(percent, ratios[-1])])
     means = map(statistics.geometric_mean, zip(*ratios, strict=True))
-    rows.append(["**mean**", *(f"**{percent(mean)}**" for mean in means)])
+    rows.append(["**geometric mean**", *(f"**{percent(mean)}**" for mean in means)])
     header = ["model", "peak", "peak, checkpointing", "time", "time, checkpointing"]
     return sourced(header, rows, records, "steps")
 
@@ -289,7 +290,9 @@ def peak() -> str:
         rows.append([f"{r['model']}, {r['method']}", f"{r['peak_mib']:.0f}", *cells,
                      *(f"{mib:.0f}" for mib, _ in r["without_mib"].values())])  # fmt: skip
     header = ["step", "peak MiB", "lies in", "parameters, gradients, state", "packed", "other saved", "temporary"]
-    return sourced([*header, "half gone", "all gone"], rows, records, "timeline")
+    return sourced(
+        [*header, "peak with half of the activations", "peak without activations"], rows, records, "timeline"
+    )
 
 
 # === Attention: how_it_works.md ===================================================================

@@ -211,8 +211,8 @@ def describe_conversion(report: ConversionReport, last: Mapping[str, float]) -> 
     parts = [f"Activation pruning: {join_names(by_setting) or '0 layers'} converted, {len(report.skipped)} dense."]
     if uncovered := [format_count(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
         parts.append(f"Not covered: {join_names(uncovered)}.")
-    if report.saved is not None:
-        parts.append(f"What else modules keep for backward: {describe_keep(report.saved)}.")
+    if report.saved is not None and (report.converted or report.recomputed):
+        parts.append(f"Large tensors that other operations keep: {describe_keep(report.saved)}.")
     blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
     if repeated := [
         f"{name} ({number} {kind}, {describe_inputs(how)})" for (name, kind, how), number in blocks.items() if how
@@ -321,7 +321,8 @@ def make_table(title: str, *columns: str) -> Table:
     """Return an empty table; columns after the first are right-aligned unless their name ends in a blank."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column.strip(), justify="left" if number == 0 or column.endswith(" ") else "right")
+        is_text = number == 0 or column.endswith(" ")
+        table.add_column(column.strip(), justify="left" if is_text else "right", overflow="fold")
     return table
 
 

@@ -54,6 +54,8 @@ from lightning_actprune.report import (
 
 _OUT_OF_REACH = 1 / 3
 """Share of what a dense model keeps from which on uncovered operations are named."""
+_MOSTLY = 2 / 3
+"""Share of the peak from which on parameters, gradients and the optimizer's state are named."""
 _LOGITS_ADVICE = (
     "Compute head and loss together, so that the logits are never held at once: by "
     "`torch.nn.functional.linear_cross_entropy` with `options` (torch 2.14 and newer), or by Liger's fused loss."
@@ -170,7 +172,10 @@ class MemoryReport:
         if self.compiled:
             groups = [(f"{name}, {how}", stored) for name, how, _, stored in group_compiled(self.compiled)]
         largest = join_names([f"{label} {mib(nbytes)} MiB" for label, nbytes in groups[:MOST_NAMED]])
-        return [f"Largest of what is kept: {largest}.", *filter(None, [describe_uncovered(self)])]
+        return [
+            f"Largest of what is kept: {largest}.",
+            *filter(None, [_describe_fixed(self.step), describe_uncovered(self)]),
+        ]
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.
@@ -419,6 +424,17 @@ def _describe_logits(step: StepMemory) -> str:
     return f"Logits are {join_names(shares)}." if shares else ""
 
 
+def _describe_fixed(step: StepMemory) -> str:
+    """Return advice if most of the peak is none of activations."""
+    index = step.peak_in()
+    parts = {} if index is None else step.parts(index)
+    fixed = sum(parts.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
+    if fixed <= _MOSTLY * step.peak_bytes:
+        return ""
+    share = percent(fixed / max(step.peak_bytes, 1))
+    return f"HINT: parameters, gradients and optimizer state are {share} of the peak; to lower it, shard them."
+
+
 def _describe_peak(report: MemoryReport, step: StepMemory) -> str:
     """Return the peak, about that of the dense model, and where it is."""
     index = step.peak_in()
@@ -458,7 +474,9 @@ def tabulate_memory(report: MemoryReport, epoch: int | None = None) -> Table:
     if report.compiled:
         table.add_section()
     others = max(0, report.other_bytes - sum(row.stored_bytes for row in report.compiled))
-    table.add_row("Everything else", "", *_format_cells(report.other_dense_bytes, others))
+    *sizes, saved = _format_cells(report.other_dense_bytes, others)
+    # What layers share may be stored by others.
+    table.add_row("Everything else", "", *sizes, "" if saved.startswith("-") else saved)
     table.add_row("Whole model", "", *_format_cells(report.dense_bytes, report.stored_bytes))
     if report.measured_activation_bytes is not None:
         table.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")

@@ -85,8 +85,7 @@ class ActivationPruning(TrainerCallback):
     unless the checkpoint was saved before the end of the first batch.
 
     Several instances can share a model if the ``rules`` give each its own layers. A Trainer cannot have two instances
-    with the same patterns in ``rules``, since a checkpoint has one key for both. Give each its own layers, as in
-    ``rules={"head": None}`` and ``rules={"body.*": None}``, or remove one. Only ``verbose`` can be changed later.
+    with the same patterns in ``rules``, since a checkpoint has one key for both. Only ``verbose`` can be changed later.
 
     Args:
         preset: How each operator is kept: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``);
@@ -558,8 +557,8 @@ def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
     if len(same) > 1:
         raise MisconfigurationException(
             f"A Trainer takes one ActivationPruning with the patterns {_list_patterns(callback._config)} in `rules`, "
-            f"got {len(same)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, or "
-            "give each its own layers, as in `rules={'head': None}` and `rules={'body.*': None}`."
+            f"got {len(same)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, with "
+            "`rules` for what differs from layer to layer."
         )
 
 

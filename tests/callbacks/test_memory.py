@@ -504,6 +504,10 @@ def test_the_largest_of_what_is_kept_is_named():
     [line] = MemoryReport(other_bytes=20 * MIB, dense_bytes=40 * MIB, step=step_of()).describe_rest()
     assert [float(size) for size in re.findall(r"([0-9.]+) MiB", line)] == [12, 8]
     assert "block.* (gelu)" in line
+    step = step_of()
+    step.parameter_bytes = 99 * MIB  # of a peak of 127 MiB, in which the state of the optimizer takes 3
+    [_, hint] = MemoryReport(other_bytes=20 * MIB, dense_bytes=40 * MIB, step=step).describe_rest()
+    assert "80.3 %" in hint
 
 
 def test_tables_of_the_step_and_of_who_keeps_what():
