@@ -487,7 +487,10 @@ def _make_row(candidate: Candidate, keep: Keep | None, reason: str | None = None
     cls = find_known_class(type(layer))
     sparsity = 0.0 if keep is None or cls is None or not cls.drops_blocks else sparsity_at(keep.sparsity, 0.0)
     one_bit = cls is not None and cls.one_bit
-    return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit)
+    frozen = has_sizes and not any(weight.requires_grad for weight in weights_of(layer))
+    return LayerReport(
+        candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit, frozen
+    )
 
 
 def _find_features(layer: nn.Module) -> tuple[int, int]:

@@ -51,6 +51,7 @@ class LayerReport:
         sparsity: Fraction of blocks that it drops; under a schedule, the fraction at the start.
         reason: Why it is dense, ``None`` if it is compressed.
         one_bit: Whether it keeps one bit per value, whatever ``keep`` says (as a ReLU does).
+        frozen: Whether it keeps nothing, since its weight needs no gradient.
     """
 
     fqn: str
@@ -62,11 +63,14 @@ class LayerReport:
     sparsity: float = 0.0
     reason: str | None = None
     one_bit: bool = False
+    frozen: bool = False
 
     def describe(self, last: float | None = None) -> str:
         """Return the settings of the layer, or why it is dense; ``last`` is its sparsity at the end of training."""
         if self.keep is None:
             return f"dense: {self.reason}"
+        if self.frozen:
+            return "frozen, nothing is kept"
         last = self.sparsity if last is None else last
         return describe_keep(self.keep, self.sparsity, last, 1 if self.one_bit else None, self.operator == "linear")
 

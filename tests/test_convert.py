@@ -411,3 +411,5 @@ def test_nothing_to_do_is_said():
         convert(Calls(lambda model, x: model.gru(x)[0], gru=nn.GRU(8, 8)), "max")
     report = convert(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0), nn.Dropout(0.1)), "max")
     assert [row.describe() for row in report.converted] == ["2 bits, 8 below 1024 rows", "1 bit"]
+    report = convert(nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)), "max")
+    assert [row.frozen for row in report.converted] == [True, False]

@@ -56,7 +56,7 @@ LARGE = 1 / 3
 """Share of a peak from which on something uncompressed is named."""
 _MOST_LINES = 6
 """Steps after which a search for the largest batch halves what is left of it."""
-_HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Uncompressed"
+_HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Largest of the rest"
 
 
 @dataclass(frozen=True)

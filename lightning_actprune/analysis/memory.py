@@ -166,16 +166,16 @@ class MemoryReport:
 
     def describe_rest(self) -> list[str]:
         """Return a line on the largest of what is kept, and advice if much of it is uncompressed."""
-        if self.step is None:
-            return []
-        groups = [(group.label, group.nbytes) for group in self.step.groups(self.step.forward_end)]
+        groups = [(n, sum(row.stored_bytes for row in rows)) for n, rows in group_by_place(self.rows, _describe_layer)]
+        groups.append(("other operations", self.other_bytes))
+        if self.step is not None:
+            groups = [(group.label, group.nbytes) for group in self.step.groups(self.step.forward_end)]
         if self.compiled:
             groups = [(f"{name}, {how}", stored) for name, how, _, stored in group_compiled(self.compiled)]
+        groups.sort(key=lambda group: -group[1])
         largest = join_names([f"{label} {mib(nbytes)} MiB" for label, nbytes in groups[:MOST_NAMED]])
-        return [
-            f"Largest of what is kept: {largest}.",
-            *filter(None, [_describe_fixed(self.step), describe_uncovered(self)]),
-        ]
+        advice = [] if self.step is None else [_describe_fixed(self.step), describe_uncovered(self)]
+        return [f"Largest of what is kept: {largest}.", *filter(None, advice)]
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.

@@ -72,9 +72,13 @@ def show_estimate(args: argparse.Namespace) -> int:
 
 def _describe_step(args: argparse.Namespace, batch: Any) -> str:
     """Return a sentence on what was assumed."""
-    named = batch.items() if isinstance(batch, dict) else enumerate(batch if isinstance(batch, tuple) else (batch,))
-    shapes = [f"{name} {[*value.shape]}" for name, value in named if isinstance(value, torch.Tensor)]
-    return f"Assumed: {args.precision}, fused AdamW on all trained parameters, a batch of {', '.join(shapes)}."
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    pairs = batch.items() if isinstance(batch, dict) else [("", tensor) for tensor in tensors]
+    shapes = [f"{name} {[*value.shape]}".lstrip() for name, value in pairs if isinstance(value, torch.Tensor)]
+    return (
+        f"Assumed: {args.precision}, fused AdamW on all trained parameters, a batch of {', '.join(shapes)}. Columns "
+        "behind the peak say what is in use at that moment."
+    )
 
 
 def _describe_fit(result: Estimate, memory: int) -> str:
