@@ -412,8 +412,8 @@ def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
     if is_converted(layer):
         if layer.owner != owner:
             raise LayerClaimedError(
-                f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: give each "
-                "its own layers with `rules`, or remove a callback, or `revert` the first call."
+                f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: call "
+                "`revert(model)` first, remove a callback, or give each its own layers with `rules`."
             )
         return None
     return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, config)
@@ -547,8 +547,8 @@ def _plan_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module
             if other in within or module in set(other.modules()):
                 raise LayerClaimedError(
                     f"Module {names[other][0]!r} already runs again in backward for {other._recompute.owner}, and "
-                    f"{owner} claims {fqns[0]!r} too. HINT: name it once in `rules`, or remove a callback, or "
-                    "`revert` the first call."
+                    f"{owner} claims {fqns[0]!r} too. HINT: call `revert(model)` first, remove a callback, or name it "
+                    "once in `rules`."
                 )
         kind = torch_class(type(module)).__name__
         rows[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
