@@ -223,7 +223,7 @@ def measure(kind: str, sizes: dict[str, int], head: Record, steps: int, offload_
         norms = [sum(each.square().sum() for each in of).sqrt() for of in (gradients, ours)]
         found |= {"cosine": round(float(product / math.prod(norms)), 4), "least_cosine": round(float(min(similar)), 4)}
         model.zero_grad()
-    for _ in range(0 if head["mode"] == "compiled" else WARM_UP):
+    for _ in range(WARM_UP if device == "cuda" and head["mode"] == "eager" else 0):
         step(ids[:, :SHORT])
     found["loss"] = round(float(step(ids)), 4)
     if device == "cuda":

@@ -71,7 +71,7 @@ def test_language_models(tmp_path):
     methods = ["dense", "recompute:8:offload"]
     records = records_of(tmp_path, "bench_text", "--steps", "1", "--methods", *methods)
     assert [record["method"] for record in records] == methods
-    assert records[1]["loss"] == pytest.approx(records[0]["loss"], rel=1e-3)  # after some steps
+    assert records[1]["loss"] == pytest.approx(records[0]["loss"], rel=1e-3)
     assert all(record["step_s"] > 0 for record in records)
 
 
