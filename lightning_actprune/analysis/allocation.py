@@ -382,7 +382,7 @@ def _describe_too_small(budget: float, limit: float, least: StepMemory, off: int
     at = least.peak_in()
     parts = {} if at is None else dict(sorted(least.parts(at).items(), key=lambda part: -part[1]))
     named = {("temporary tensors" if name == "other" else name): nbytes for name, nbytes in parts.items()}
-    contents = ", ".join(f"{name} {nbytes / MIB:,.1f} MiB" for name, nbytes in named.items() if nbytes)
+    contents = ", ".join(f"{name} {nbytes / MIB:,.0f} MiB" for name, nbytes in named.items() if nbytes >= MIB / 2)
     size = f"{limit / MIB:,.0f} MiB" + ("" if isinstance(budget, int) else f", {budget:.0%} of the dense peak")
     return (
         f"`memory_budget` ({size}) is less than a step takes at the least, {(least.peak_bytes + off) / MIB:,.0f} "
