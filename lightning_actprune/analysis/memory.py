@@ -174,8 +174,8 @@ class MemoryReport:
             groups = [(f"{name}, {how}", stored) for name, how, _, stored in group_compiled(self.compiled)]
         groups.sort(key=lambda group: -group[1])
         largest = join_names([f"{label} {mib(nbytes)} MiB" for label, nbytes in groups[:MOST_NAMED]])
-        advice = [] if self.step is None else [_describe_fixed(self.step), describe_uncovered(self)]
-        return [f"Largest of what is kept: {largest}.", *filter(None, advice)]
+        advice = "" if self.step is None else _describe_fixed(self.step) or describe_uncovered(self)
+        return [f"Largest of what is kept: {largest}.", *([advice] if advice else [])]
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.

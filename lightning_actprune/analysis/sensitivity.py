@@ -146,7 +146,7 @@ def allocate(rows: Iterable[LayerSensitivity], max_error: float, others: float =
         if row.error <= most:
             options.setdefault(row.fqn, []).append(row)
     chosen = {fqn: min(own, key=lambda row: (row.nbytes, row.share)) for fqn, own in options.items()}
-    # Each step takes what lowers the square most a byte. Of equal settings it takes the first, so results repeat.
+    # Each step takes the setting that lowers the square most a byte, and the first of equal ones, so results repeat.
     queue = [(*_better(own, chosen[fqn]), place, fqn) for place, (fqn, own) in enumerate(options.items())]
     heapq.heapify(queue)
     while math.fsum(row.share**2 for row in chosen.values()) > bound and queue[0][0] < 0:
@@ -163,7 +163,7 @@ def _better(rows: Sequence[LayerSensitivity], now: LayerSensitivity) -> tuple[fl
 
 
 def ratio(bits: int | None) -> float:
-    """Return how many times larger the squared error is in ``bits`` bits than in eight."""
+    """Return the squared error in ``bits`` bits, relative to that in eight."""
     return (255 / (2**bits - 1)) ** 2 if bits else 0.0
 
 

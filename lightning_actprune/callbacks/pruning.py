@@ -448,13 +448,13 @@ class ActivationPruning(TrainerCallback):
         return self._budget is not None and self._budget.number is None
 
     def describe(self) -> list[str]:
-        """Return lines on what is converted and what stays dense, as they are printed; none if nothing is."""
+        """Return the lines to print: what is converted and what stays dense."""
         if not self.verbose or (self._budget is not None and self._report == ConversionReport()):  # all dense
             return []
         return describe_layers(self._report, self._progress.last)
 
     def is_told_by_monitor(self, trainer: pl.Trainer) -> bool:
-        """Return whether an ``ActivationMemoryMonitor`` prints the lines with its own ones."""
+        """Return True if an ``ActivationMemoryMonitor`` prints these lines together with its own."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         tells = any(isinstance(each, TrainerCallback) and each.tells_layers for each in callbacks)
         return tells and not is_detailed(self.verbose)
