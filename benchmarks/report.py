@@ -89,11 +89,6 @@ def figure(record: Record, dense: Record | None, name: str, digits: int = 0) -> 
     return f"{value:.{digits}f}" + (f" ({percent(value / dense[name])})" if compared else "")  # type: ignore[index]
 
 
-def quickest(record: Record) -> float:
-    """Return the time of a step in its quickest turn."""
-    return float(min(record.get("step_ms_rounds") or [record["step_ms"]]))
-
-
 def by_model(
     records: Records, title: Callable[[Record], str], cells: Callable[[Record, Record | None], list[str]]
 ) -> list[list[str]]:
@@ -124,18 +119,26 @@ def in_order(records: Records, models: Sequence[str] = MODELS) -> Records:
 
 
 def compiled() -> str:
-    """Memory and time of compiled steps, and their time with the compiler's CUDA graphs."""
-    records, replayed = (in_order(select("steps", table="compiled", mode=m)) for m in ("default", "reduce-overhead"))
-    by_graphs = {(r["model"], r["method"]): r for r in replayed}
+    """Memory and time of compiled steps."""
+    records = in_order(select("steps", table="compiled", mode="default"))
 
     def cells(r: Record, dense: Record | None) -> list[str]:
-        times = figure(r, dense, "step_ms", 1), "-"
-        if (graph := by_graphs.get((r["model"], r["method"]))) is not None:
-            times = times[0], figure(graph, by_graphs.get((r["model"], "dense")), "step_ms", 1)
-        return [r["method"], *(figure(r, dense, name) for name in ("activations_mib", "peak_mib")), *times]
+        sizes = (figure(r, dense, name) for name in ("activations_mib", "peak_mib"))
+        return [r["method"], *sizes, *(figure(r, dense, name, 1) for name in ("step_ms", "gpu_ms"))]
 
-    header = ["method", "activations MiB", "peak MiB", "ms a step", "ms, CUDA graphs"]
-    return sourced(header, by_model(records, lambda r: r["model"], cells), [*records, *replayed], "steps")
+    header = ["method", "activations MiB", "peak MiB", "ms a step", "GPU ms"]
+    return sourced(header, by_model(records, lambda r: r["model"], cells), records, "steps")
+
+
+def reduce_overhead() -> str:
+    """Time of compiled steps in the compiler's CUDA graphs."""
+    records, methods = in_order(select("steps", table="compiled", mode="reduce-overhead")), list(METHODS)
+    methods.remove("balanced")
+    rows = []
+    for (model,), group in groups(records, "model").items():
+        by_method = {r["method"]: r for r in group}
+        rows.append([model, *(figure(by_method[method], by_method["dense"], "step_ms", 1) for method in methods)])
+    return sourced(["ms a step", *methods], rows, records, "steps")
 
 
 def eager() -> str:
@@ -178,6 +181,17 @@ def adapters() -> str:
     title = lambda r: f"{r['batch']} x {r['tokens']:,} tokens, {r['mode']}"  # noqa: E731
     header = ["method", "kept MiB", "peak MiB", "s a step", "cosine"]
     return sourced(header, by_model(records, title, cells), records, "text")
+
+
+def experts() -> str:
+    """Steps of mixtures of experts."""
+
+    def cells(r: Record, dense: Record | None) -> list[str]:
+        return [r["method"], *(figure(r, dense, name) for name in ("kept_mib", "peak_mib")), figure(r, dense, "step_s", 3)]
+
+    records = select("text", table="experts")
+    rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)
+    return sourced(["method", "kept MiB", "peak MiB", "s a step"], rows, records, "text")
 
 
 def longest() -> str:
@@ -634,6 +648,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "brief": headline,
     "compiled": compiled,
     "eager": eager,
+    "reduce_overhead": reduce_overhead,
+    "experts": experts,
     "other_fields": other_fields,
     "longest": longest,
     "adapters": adapters,
