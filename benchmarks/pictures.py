@@ -49,7 +49,8 @@ def points_of(records: Records) -> list[Point]:
 def compiled_points(model: str) -> list[Point]:
     """Return the points of compiled steps; the compiler's own budget was measured beside a dense model of its own."""
     ours, compiler = (
-        points_of(select("steps", table=table, model=model, mode="default")) for table in ("compiled", "compiler budget")
+        points_of(select("steps", table=table, model=model, mode="default"))
+        for table in ("compiled", "compiler budget")
     )
     return [point for point in (*ours, *(p for p in compiler if p[0] != "dense")) if point[0] in COMPILED_STYLES]
 

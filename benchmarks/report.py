@@ -187,7 +187,11 @@ def experts() -> str:
     """Steps of mixtures of experts."""
 
     def cells(r: Record, dense: Record | None) -> list[str]:
-        return [r["method"], *(figure(r, dense, name) for name in ("kept_mib", "peak_mib")), figure(r, dense, "step_s", 3)]
+        return [
+            r["method"],
+            *(figure(r, dense, name) for name in ("kept_mib", "peak_mib")),
+            figure(r, dense, "step_s", 3),
+        ]
 
     records = select("text", table="experts")
     rows = by_model(records, lambda r: r["model"] + ("" if r["mode"] == "eager" else ", compiled"), cells)

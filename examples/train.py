@@ -238,6 +238,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    noise = "does not have many workers", "LeafSpec.*is deprecated", "The kernels of ActivationPruning do not run here"
+    noise = "does not have many workers", "LeafSpec.*is deprecated", "The kernels of lightning_actprune do not run here"
     warnings.filterwarnings("ignore", message="|".join(f".*{text}" for text in noise))
     main()

@@ -67,9 +67,9 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in text.split(","))
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split(","))
     if min(sizes) < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas, such as 3,224,224, got {text!r}")
     return sizes
 
 

@@ -601,7 +601,8 @@ def shorten(names: Sequence[str], most: int = 8) -> str:
 
 def suggest(value: Any, names: Iterable[str]) -> str:
     """Return the end of a sentence: the one of ``names`` that is most like ``value``, or a full stop if none is."""
-    near = difflib.get_close_matches(str(value), list(names), 1)
+    given, known = str(value), list(names)
+    near = difflib.get_close_matches(given, known, 1) or [n for n in known if n.startswith(given)]
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
@@ -671,8 +672,8 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
         unknown = next((key for key in value if key not in KEEP_FIELDS), None) if isinstance(value, Mapping) else None
         near = "." if unknown is None else f": {unknown!r} is none of them{suggest(unknown, KEEP_FIELDS)}"
         raise TypeError(
-            f"`{name}` must be a Keep, a mapping of some of {join_names(KEEP_FIELDS)}, the name of a preset, 'dense' "
-            f"or None, got {value!r}{near} HINT: {example}"
+            f"`{name}` must be a Keep, a Recompute, a mapping of some of {join_names(KEEP_FIELDS)}, the name of a "
+            f"preset, 'dense' or None, got {value!r}{near} HINT: {example}"
         )
     try:
         return Keep(**value)

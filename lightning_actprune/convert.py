@@ -202,6 +202,11 @@ def new_owner(name: str) -> str:
     return f"{name} #{uuid.uuid4().hex[:8]}"
 
 
+def _name_owner(owner: str | None) -> str:
+    """Return what users call an owner."""
+    return str(owner).partition(" #")[0]
+
+
 def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
     """Return True if ``layer`` itself is compressed; attention may be routed for its output projection alone."""
     return isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
@@ -353,7 +358,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, config: Config)
     if not named_layers and not saves:
         raise ValueError(
             f"{type(model).__name__} has no supported layers (linear layers, convolutions, activation functions, "
-            "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
+            "norms, layer scales), so nothing would be saved. HINT: recurrent layers are not covered."
         )
     if config.preset == "recompute" and not report.blocks:
         raise ValueError(
@@ -370,6 +375,13 @@ def check_conversion(model: nn.Module, report: ConversionReport, config: Config)
         raise ValueError(
             f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}{also}\nHINT: {hint}"
         )
+    for fqns, layer in layers(model):
+        is_double = any(parameter.dtype == torch.float64 for parameter in layer.parameters(recurse=False))
+        if is_double and is_converted(layer) and layer.keep.bits:
+            raise ValueError(
+                f"Layer {fqns[0]!r} is in float64, whose values cannot be kept in few bits. HINT: train in float32 or "
+                "16 bits, or drop blocks alone (preset 'paper')."
+            )
 
 
 def describe_idle(model: nn.Module, report: ConversionReport) -> str:
@@ -412,8 +424,8 @@ def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
     if is_converted(layer):
         if layer.owner != owner:
             raise LayerClaimedError(
-                f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: call "
-                "`revert(model)` first, remove a callback, or give each its own layers with `rules`."
+                f"Layer {fqns[0]!r} is already converted by {_name_owner(layer.owner)}, and {_name_owner(owner)} "
+                "claims it too. HINT: call `revert(model)` first, or give each its own layers with `rules`."
             )
         return None
     return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, config)
@@ -461,8 +473,8 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     if narrow and config.rule_of(candidate.fqns, candidate.operator) is None:
         features = min(weight.shape[1] for weight in weights)
         return (
-            f"has {features} input features, fewer than {MIN_FEATURES}, so each MiB saved costs over 1 ms per step "
-            "(H200, eager); name it in a rule to compress it"
+            f"has {features} input features, fewer than {MIN_FEATURES}, which saves too little for its time; name it "
+            "in a rule to compress it"
         )
     return None
 
@@ -546,9 +558,9 @@ def _plan_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module
         for other in claimed if reason is None else ():
             if other in within or module in set(other.modules()):
                 raise LayerClaimedError(
-                    f"Module {names[other][0]!r} already runs again in backward for {other._recompute.owner}, and "
-                    f"{owner} claims {fqns[0]!r} too. HINT: call `revert(model)` first, remove a callback, or name it "
-                    "once in `rules`."
+                    f"Module {names[other][0]!r} already runs again in backward for "
+                    f"{_name_owner(other._recompute.owner)}, and {_name_owner(owner)} claims {fqns[0]!r} too. HINT: "
+                    "call `revert(model)` first, or name it once in `rules`."
                 )
         kind = torch_class(type(module)).__name__
         rows[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
@@ -735,7 +747,7 @@ def _check_saved_is_free(model: nn.Module, owner: str) -> None:
         for other in module.__dict__.get(_SAVED, {}):
             if other != owner:
                 raise LayerClaimedError(
-                    f"Saved tensors of other operations are already kept compressed by {other}, and {owner} "
-                    "claims them too. HINT: cover them once (`rules={'type:saved': None}` in the other), or remove a "
-                    "callback, or `revert` the first call."
+                    f"Saved tensors of other operations are already kept compressed by {_name_owner(other)}, and "
+                    f"{_name_owner(owner)} claims them too. HINT: call `revert(model)` first, or cover them once "
+                    "(`rules={'type:saved': None}` in the other)."
                 )

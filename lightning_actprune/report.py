@@ -207,11 +207,9 @@ def describe_conversion(report: ConversionReport, last: Mapping[str, float]) -> 
         report: The conversion.
         last: Sparsity of each layer at the end of training.
     """
-    counts: dict[tuple[Operator, str], int] = Counter(
-        (layer.operator, layer.describe(last.get(layer.fqn))) for layer in report.converted
-    )
-    by_operator = sorted(counts.items(), key=lambda entry: [*_NAMES].index(entry[0][0]))
-    by_setting = [f"{format_count(number, _NAMES[operator])} ({how})" for (operator, how), number in by_operator]
+    rows = sorted(report.converted, key=lambda layer: [*_NAMES].index(layer.operator))
+    counts = Counter((_name_layer(layer), layer.describe(last.get(layer.fqn))) for layer in rows)
+    by_setting = [f"{format_count(number, noun)} ({how})" for (noun, how), number in counts.items()]
     parts = [f"Activation pruning: {join_names(by_setting) or '0 layers'} converted, {len(report.skipped)} dense."]
     if uncovered := [format_count(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
         parts.append(f"Not covered: {join_names(uncovered)}.")
@@ -225,15 +223,20 @@ def describe_conversion(report: ConversionReport, last: Mapping[str, float]) -> 
     return " ".join(parts)
 
 
+def _name_layer(layer: LayerReport) -> str:
+    return "dropout" if "Dropout" in layer.kind else _NAMES[layer.operator]
+
+
 def describe_reasons(layers: Sequence[LayerReport | BlockReport]) -> list[str]:
     """Return a line for each of the reasons that hold for most layers, and how many have others."""
     groups = sorted(group_by_reason(layers), key=len, reverse=True)
     lines = []
     for group in groups[:MOST_REASONS]:
         places = group_by_place(group, lambda row: row.kind)
-        names = join_names([name for name, _ in places[:MOST_NAMED]])
+        names = [name for name, _ in places[:MOST_NAMED]]
         more = sum(len(members) for _, members in places[MOST_NAMED:])
-        lines.append(f"Dense: {names}{f' and {more} more' if more else ''}: {reason_of(group)}.")
+        what = "Dense" if isinstance(group[0], LayerReport) else "Not run again"
+        lines.append(f"{what}: {join_names([*names, *([f'{more} more'] if more else [])])}: {reason_of(group)}.")
     if rest := sum(map(len, groups[MOST_REASONS:])):
         lines[-1] += f" For {rest} more see `skipped`."
     return lines

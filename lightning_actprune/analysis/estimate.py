@@ -52,8 +52,6 @@ from lightning_actprune.report import MIB, ConversionReport
 DENSE, CHECKPOINT = "dense", "checkpoint"
 METHODS = DENSE, CHECKPOINT, *get_args(PresetName)
 """Rows of an estimate: the dense model, every repeated block checkpointed, and each preset."""
-LARGE = 1 / 3
-"""Share of a peak from which on something uncompressed is named."""
 _MOST_LINES = 6
 """Steps after which a search for the largest batch halves what is left of it."""
 _HEADERS = "", "Activations", "Peak", "Parameters", "Gradients", "Optimizer", "Largest of the rest"
@@ -94,18 +92,15 @@ class EstimateRow:
 
     @property
     def large(self) -> tuple[str, int] | None:
-        """The largest uncompressed part with its bytes, if it exceeds a third of the peak."""
+        """The largest part of the peak beside parameters, gradients and optimizer state, with its bytes."""
         at = None if self.step is None else self.step.peak_in()
         if self.step is None or at is None:
             return None
-        parts = self.parts
-        sizes = {name: parts[name] for name in ("parameters", "gradients", "optimizer state", "batch")}
-        sizes["temporary tensors"] = parts["other"]
+        sizes = {name: self.parts[name] for name in ("batch", "packed tensors")}
+        sizes["saved tensors"] = self.parts["other saved tensors"]
+        sizes["temporary tensors"] = self.parts["other"]
         sizes["logits and loss"] = self.step.logits_bytes(at)
-        if self.method != DENSE:
-            sizes |= {group.label: group.nbytes for group in self.step.groups(at, uncovered=True)[:1]}
-        name, nbytes = max(sizes.items(), key=lambda entry: entry[1])
-        return (name, nbytes) if nbytes > LARGE * self.step.peak_bytes else None
+        return max(sizes.items(), key=lambda entry: entry[1])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except single moments, ready for JSON."""

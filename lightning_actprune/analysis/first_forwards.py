@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
+from lightning_actprune.codec.dispatch import describe_reference
 from lightning_actprune.codec.private import are_functorch_transforms_active, refusal, unseen_by_compilers
 from lightning_actprune.convert import detach_with_revert
 from lightning_actprune.operators.hooks import ForwardHook, eager_modules, is_recomputation
@@ -92,6 +93,9 @@ class FirstForwards:
         is_visible = not are_functorch_transforms_active() and not is_recomputation()
         if module.training and torch.is_grad_enabled() and is_visible:
             if self._probe is None:
+                weight = next(module.parameters(), None)
+                if weight is not None and (problem := describe_reference(torch.float32, weight.device)):
+                    warnings.warn(problem, stacklevel=2)
                 self._open = RetentionProbe(module, (args, kwargs)).enter_inside(args, kwargs)
                 return
             self._probe.apply(self._report)

@@ -16,6 +16,7 @@ dense layers keep.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,19 +29,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_actprune.analysis.dense_footprint import DenseForward
 from lightning_actprune.analysis.recorder import (
     LayerCall,
+    ModuleNames,
     Saved,
     SavedTensorRecorder,
     find_storages,
     hooks_are_innermost,
     input_layers,
 )
-from lightning_actprune.analysis.step_memory import LOSSES, StepMemory
+from lightning_actprune.analysis.step_memory import LOSSES, Retainer, StepMemory
 from lightning_actprune.codec.private import FOR_FAKES, refusal
 from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Keep
-from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.base import Converted, dense_class
 from lightning_actprune.operators.hooks import in_compiled_region, is_recomputation
 from lightning_actprune.report import (
+    MAX_ROWS,
     MOST_NAMED,
     as_text,
     cut_rows,
@@ -66,6 +69,8 @@ _ADVICE = (
 )
 """Advice by words in the names of operations."""
 _ANY_ADVICE = "A preset or a rule that covers these modules, or activation checkpointing, keeps less."
+_COMPILED = "(compiled_function)"
+"""What autograd calls all that one piece of compiled code keeps."""
 _FULL = 0.999
 """Share of the most kept bytes from which on a moment of the forward counts as its end."""
 
@@ -117,6 +122,7 @@ class MemoryReport:
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
         compiled_bytes: Part of ``other_bytes`` that compiled code keeps.
+        keepers: Parts of ``other_bytes`` by the module that keeps them; corresponding modules share one name.
         step: Memory over the whole step, if it was recorded.
         compiled: How compiled code keeps its values, if it is known.
     """
@@ -127,6 +133,7 @@ class MemoryReport:
     measured_activation_bytes: int | None = None
     measured_peak_bytes: int | None = None
     compiled_bytes: int = 0
+    keepers: dict[str, int] = field(default_factory=dict)
     step: StepMemory | None = None
     compiled: Sequence[Row] = ()
 
@@ -166,13 +173,15 @@ class MemoryReport:
 
     def describe_rest(self) -> list[str]:
         """Return a line on the largest of what is kept, and advice if much of it is uncompressed."""
-        groups = [(n, sum(row.stored_bytes for row in rows)) for n, rows in group_by_place(self.rows, _describe_layer)]
-        groups.append(("other operations", self.other_bytes))
+        sizes = {n: sum(row.stored_bytes for row in rows) for n, rows in group_by_place(self.rows, _describe_layer)}
+        sizes |= self.keepers
         if self.step is not None:
-            groups = [(group.label, group.nbytes) for group in self.step.groups(self.step.forward_end)]
+            sizes = {group.label: group.nbytes for group in self.step.groups(self.step.forward_end)}
         if self.compiled:
-            groups = [(f"{name}, {how}", stored) for name, how, _, stored in group_compiled(self.compiled)]
-        groups.sort(key=lambda group: -group[1])
+            sizes = {name: nbytes for name, nbytes in sizes.items() if _COMPILED not in name}
+            by_setting = group_compiled(self.compiled)
+            sizes |= {f"{name} ({how.partition(':')[0]})": stored for name, how, _, stored in by_setting}
+        groups = sorted((group for group in sizes.items() if group[1]), key=lambda group: -group[1])
         largest = join_names([f"{label} {mib(nbytes)} MiB" for label, nbytes in groups[:MOST_NAMED]])
         advice = "" if self.step is None else _describe_fixed(self.step) or describe_uncovered(self)
         return [f"Largest of what is kept: {largest}.", *([advice] if advice else [])]
@@ -236,6 +245,8 @@ class SavedTensorMeter(SavedTensorRecorder):
         self._called: set[nn.Module] = set()
         self._dense: dict[Any, int] = {}
         self._compiled_bytes = 0
+        self._names = ModuleNames(model)
+        self._keepers: Counter[str] = Counter()
 
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
@@ -256,6 +267,7 @@ class SavedTensorMeter(SavedTensorRecorder):
             sum(self._other.values()),
             None if hidden else sum(nbytes for key, nbytes in self._dense.items() if key not in ignored),
             compiled_bytes=self._compiled_bytes,
+            keepers=dict(self._keepers),
         )
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -298,8 +310,13 @@ class SavedTensorMeter(SavedTensorRecorder):
             packed[saved.key] = saved.nbytes
             return
         self._other[saved.key] = saved.nbytes
+        name = "" if saved.module is None else self._names.get(saved.module, "")
+        kind = None if saved.module is None else dense_class(type(saved.module)).__name__
+        label = Retainer(name, kind).label
         if in_compiled_region():
             self._compiled_bytes += saved.nbytes
+            label = f"{name} {_COMPILED}"
+        self._keepers[label] += saved.nbytes
 
 
 def _run_dense_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenseForward | None:
@@ -432,7 +449,10 @@ def _describe_fixed(step: StepMemory) -> str:
     if fixed <= _MOSTLY * step.peak_bytes:
         return ""
     share = percent(fixed / max(step.peak_bytes, 1))
-    return f"HINT: parameters, gradients and optimizer state are {share} of the peak; to lower it, shard them."
+    return (
+        f"HINT: parameters, gradients and optimizer state are {share} of the peak; to lower it, take an optimizer with "
+        "less state, or shard them over several GPUs."
+    )
 
 
 def _describe_peak(report: MemoryReport, step: StepMemory) -> str:
@@ -473,10 +493,15 @@ def tabulate_memory(report: MemoryReport, epoch: int | None = None) -> Table:
         table.add_row(name, how, *_format_cells(dense, stored))
     if report.compiled:
         table.add_section()
-    others = max(0, report.other_bytes - sum(row.stored_bytes for row in report.compiled))
-    *sizes, saved = _format_cells(report.other_dense_bytes, others)
+    kept_by = sorted((-nbytes, name) for name, nbytes in report.keepers.items() if _COMPILED not in name)
+    for nbytes, name in kept_by[:MAX_ROWS]:
+        table.add_row(name, "", "", mib(-nbytes), "")
+    others = report.other_bytes - sum(row.stored_bytes for row in report.compiled)
+    others = max(0, others + sum(nbytes for nbytes, _ in kept_by[:MAX_ROWS]))
+    *sizes, saved = _format_cells(None if kept_by else report.other_dense_bytes, others)
     # What layers share may be stored by others.
-    table.add_row("Everything else", "", *sizes, "" if saved.startswith("-") else saved)
+    if others or not kept_by:
+        table.add_row("Everything else", "", *sizes, "" if saved.startswith("-") else saved)
     table.add_row("Whole model", "", *_format_cells(report.dense_bytes, report.stored_bytes))
     if report.measured_activation_bytes is not None:
         table.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")

@@ -125,8 +125,8 @@ class MemoryBudget:
         assert self._allocator is not None
         share = allocation.peak_bytes / (allocation.dense.peak_bytes + self._off)
         return (
-            f"Memory budget: {self._allocator.path.describe(allocation.number)}; predicted step peak "
-            f"{allocation.peak_bytes / MIB:,.0f} MiB, {share:.0%} of the dense one."
+            f"Memory budget: {self._allocator.path.describe(allocation.number)}; predicted step peak, "
+            f"with temporary tensors, {allocation.peak_bytes / MIB:,.0f} MiB ({100 * share:.0f} % of the dense one)."
         )
 
     def state_dict(self) -> dict[str, Any]:

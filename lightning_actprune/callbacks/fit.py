@@ -21,9 +21,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_actprune.codec.dispatch import kernel_refusals
+from lightning_actprune.codec.dispatch import describe_reference
 from lightning_actprune.codec.private import dispatch_modes
-from lightning_actprune.config import Keep, drops_blocks, shorten
+from lightning_actprune.config import drops_blocks, shorten
 from lightning_actprune.report import LayerReport
 
 # === Arguments ========================================================================================================
@@ -38,7 +38,7 @@ def run_check(check: Callable[..., _Result], *arguments: Any, **keywords: Any) -
     try:
         return check(*arguments, **keywords)
     except (TypeError, ValueError) as error:
-        raise MisconfigurationException(str(error)) from error
+        raise MisconfigurationException(str(error)) from None
 
 
 def holds_whole_weights(strategy: Strategy) -> bool:
@@ -143,14 +143,8 @@ class CurrentFit:
 def warn_of_surroundings(trainer: pl.Trainer, device: torch.device) -> None:
     """Warn if no kernel runs, or if a dispatch mode sees every operation of torch."""
     dtype = torch.float64 if str(trainer.precision) == "64-true" else torch.float32
-    reasons = kernel_refusals(dtype, device, Keep.block_size, 1)
-    if reasons:
-        text = "; ".join(reason.partition(" (")[0] for reason in reasons)
-        rank_zero_warn(
-            f"The kernels of ActivationPruning do not run here ({text}), so plain PyTorch saves as much memory, "
-            "but a step may take several times as long. HINT: train on an NVIDIA GPU of compute capability 8.0 or "
-            "newer, in float32, bfloat16 or float16."
-        )
+    if (reference := describe_reference(dtype, device)) is not None:
+        rank_zero_warn(reference)
     modes = [type(mode).__name__ for mode in dispatch_modes()]
     if modes:
         rank_zero_warn(

@@ -428,6 +428,9 @@ class ActivationPruning(TrainerCallback):
         else:
             config = config.with_bits(self._decisions.operators)
             self._report = run_check(convert_layers, pl_module, config, self._owner)
+            for row in self._report.skipped if self._budget is not None else ():
+                if self._config.rule_of([row.fqn], row.operator) != config.rule_of([row.fqn], row.operator):
+                    self._report.leave_dense(row.fqn, "the memory budget keeps it dense")
         self._decisions.apply(pl_module, self._report)
         compression = find_hooks(pl_module, self._owner)
         self._decisions.saved = SiteDecisions() if compression is None else compression.decisions
@@ -556,9 +559,9 @@ def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
     same = [other for other in callbacks if other.state_key == callback.state_key]
     if len(same) > 1:
         raise MisconfigurationException(
-            f"A Trainer takes one ActivationPruning with the patterns {_list_patterns(callback._config)} in `rules`, "
-            f"got {len(same)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, with "
-            "`rules` for what differs from layer to layer."
+            f"A Trainer takes one ActivationPruning for the same layers, got {len(same)} whose `rules` have the same "
+            f"patterns ({', '.join(_list_patterns(callback._config)) or 'none'}). HINT: keep one of them in "
+            "`callbacks`, with `rules` for what differs from layer to layer."
         )
 
 

@@ -181,13 +181,25 @@ def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, c
         reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
     if device.type != "cuda":
         if not _interpreting() and _thread.gpu is None:
-            reasons.append(f"device {device.type} is not cuda, and TRITON_INTERPRET=1 is not set")
+            reasons.append(f"device {device.type} is not cuda")
     elif torch.version.cuda is None:
         reasons.append("the GPU is not an NVIDIA one")
     elif _capability(device.index or 0) < MIN_CAPABILITY:
         major, minor = _capability(device.index or 0)
         reasons.append(f"compute capability {major}.{minor} is below 8.0")
     return reasons
+
+
+def describe_reference(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a sentence on why no kernel runs on this device, ``None`` if they do."""
+    reasons = kernel_refusals(dtype, device, MAX_BLOCK_SIZE, 1)
+    if not reasons:
+        return None
+    return (
+        f"The kernels of lightning_actprune do not run here ({'; '.join(reasons)}), so plain PyTorch saves as much "
+        "memory, but a step may take several times as long. HINT: train on an NVIDIA GPU of compute capability 8.0 or "
+        "newer, in float32, bfloat16 or float16."
+    )
 
 
 def forced_backend() -> Backend | SimulatedGPU | None:

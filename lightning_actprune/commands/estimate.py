@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -76,8 +77,8 @@ def _describe_step(args: argparse.Namespace, batch: Any) -> str:
     pairs = batch.items() if isinstance(batch, dict) else [("", tensor) for tensor in tensors]
     shapes = [f"{name} {[*value.shape]}".lstrip() for name, value in pairs if isinstance(value, torch.Tensor)]
     return (
-        f"Assumed: {args.precision}, fused AdamW on all trained parameters, a batch of {', '.join(shapes)}. Columns "
-        "behind the peak say what is in use at that moment."
+        f"Assumed: {args.precision}, fused AdamW on all trained parameters, a batch of {', '.join(shapes)}. Columns to "
+        "the right of the peak say what is in use at that moment."
     )
 
 
@@ -191,7 +192,8 @@ def _load_hugging_face(name: str, args: argparse.Namespace) -> tuple[nn.Module, 
 
 def _make_batch(name: str, config: Any, task: str, args: argparse.Namespace) -> dict[str, torch.Tensor]:
     """Return a batch of transformers: the input of this name, and what its task compares with."""
-    tokens, samples = (torch.empty(size, dtype=torch.int64) for size in ((args.batch, args.length), args.batch))
+    make_labels = partial(torch.ones, dtype=torch.int64, device="cpu")  # models look for the number of padding in them
+    tokens, samples = make_labels(args.batch, args.length), make_labels(args.batch)
     size = getattr(config, "image_size", None) or 224
     sizes = [size] * 2 if isinstance(size, int) else [*size]
     frames = [getattr(config, "num_frames", 16)] if task == "VideoClassification" else []
@@ -208,7 +210,7 @@ def _make_batch(name: str, config: Any, task: str, args: argparse.Namespace) -> 
     if task == "QuestionAnswering":
         return {name: inputs, "start_positions": samples, "end_positions": samples}
     if task == "SemanticSegmentation":
-        return {name: inputs, "labels": torch.empty(args.batch, *inputs.shape[2:], dtype=torch.int64)}
+        return {name: inputs, "labels": make_labels(args.batch, *inputs.shape[2:])}
     return {name: inputs, "labels": samples if task.endswith("Classification") and task[:5] != "Token" else tokens}
 
 
@@ -240,5 +242,5 @@ def _parse_memory(text: str) -> int:
     except ValueError:
         size = 0.0
     if not isinstance(size, int):
-        raise ValueError(f"--memory must be a size such as 24GiB, got {text!r}.")
+        raise ValueError(f"--memory must be a size in GiB or MiB, such as 24GiB, got {text!r}.")
     return size

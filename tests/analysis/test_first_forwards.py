@@ -17,6 +17,7 @@ from lightning_actprune import convert, revert
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.first_forwards import FirstForwards
 from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.codec import dispatch
 from lightning_actprune.codec.private import top_saved_tensors_hooks
 from tests.support.conversion_models import Calls
 from tests.support.helpers import assert_plain, pruned_layers
@@ -48,11 +49,13 @@ def is_watched(model: nn.Module) -> bool:
     return len(model._forward_hooks) == 2
 
 
-def test_it_does_what_the_probe_and_the_meter_do():
+def test_it_does_what_the_probe_and_the_meter_do(monkeypatch):
+    monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
     ours, theirs = build(), build()
     report, expected = convert(ours, "max"), convert(theirs, "max")
     keys, watch = list(ours.state_dict()), FirstForwards(ours, report)
-    losses = train(ours, 1)
+    with pytest.warns(UserWarning, match="do not run here .device cpu is not cuda."):
+        losses = train(ours, 1)
     assert losses == train(build(), 1)
     assert pruned_layers(ours) == ["0", "2", "4"]
     assert losses + train(ours, 3) == pytest.approx(train(build(), 4), rel=1e-3)
