@@ -95,10 +95,12 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
         """Convert the layers."""
         self._end(model)  # of a training that an exception has ended
         self._watch, self._was_shown = None, False
-        if getattr(model, "is_gradient_checkpointing", False):
+        names = "is_activation_checkpointing", "is_gradient_checkpointing"  # the second one in older versions
+        if next((getattr(model, name) for name in names if hasattr(model, name)), False):
             warnings.warn(
                 "`gradient_checkpointing` runs each block again and keeps only its inputs, so converted layers save "
-                "next to nothing. HINT: set `gradient_checkpointing=False`, or remove this callback.",
+                "next to nothing. HINT: set `gradient_checkpointing=False` (in newer versions "
+                "`activation_checkpointing=False`), or remove this callback.",
                 stacklevel=2,
             )
         self.report = convert_and_check(model, self._config, self._owner)
