@@ -32,7 +32,7 @@ SEARCH_STEPS = 3
 MAX_SILENT_STEPS = 40
 """Steps after which a message names the replayed modules, even if some are still being watched."""
 _STEP = "training_step"
-_COMPILED = 'compiled modules are left to the compiler; torch.compile(mode="reduce-overhead") replays them'
+LEFT_TO_COMPILER = 'compiled modules are left to the compiler; torch.compile(mode="reduce-overhead") replays them'
 
 
 class GraphedSteps:
@@ -175,13 +175,13 @@ def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: boo
         return f"graphs need one device, and the strategy is {type(trainer.strategy).__name__}"
     if needs_cuda and model.device.type != "cuda":
         return f"it runs on {model.device.type}, which has no CUDA graphs"
-    return "" if model in eager_modules(model) else _COMPILED
+    return "" if model in eager_modules(model) else LEFT_TO_COMPILER
 
 
 def why_module_eager(module: nn.Module) -> str:
     """Return the reason that keeps a module eager, or ""."""
     if is_compiled(module):
-        return _COMPILED
+        return LEFT_TO_COMPILER
     if isinstance(module, ReplayedModule):
         return "another callback replays it"
     if isinstance(module, Converted):

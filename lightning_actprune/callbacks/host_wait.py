@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_actprune.callbacks.compiled import is_compiled
-from lightning_actprune.callbacks.cuda_graphs import why_eager
+from lightning_actprune.callbacks.cuda_graphs import LEFT_TO_COMPILER, why_eager
 from lightning_actprune.codec.private import delay
 from lightning_actprune.report import percent
 
@@ -16,6 +16,8 @@ WAIT_STEPS = 4
 """Steps that are measured."""
 LONG_WAIT = 0.05
 """Share of a step from which on graphs are recommended."""
+_REPLAY = "`ActivationPruning(cuda_graphs=True)` replays the model without Python."
+_REPLAY_COMPILED = '`torch.compile(mode="reduce-overhead")` replays compiled code without Python.'
 
 
 class HostWait:
@@ -27,6 +29,7 @@ class HostWait:
     def __init__(self) -> None:
         self._start, self._is_over = cast(Any, None), False
         self._times = list[tuple[Any, Any]]()
+        self._hint = _REPLAY
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(HostWait())  # a copy of the callback is in no fit
@@ -34,7 +37,8 @@ class HostWait:
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
         """Record when the GPU starts a step; return ""."""
         if not self._is_over and not self._times:
-            self._is_over = bool(why_eager(trainer, model)) or is_compiled(model)
+            self._is_over = why_eager(trainer, model) not in ("", LEFT_TO_COMPILER)
+            self._hint = _REPLAY_COMPILED if is_compiled(model) else _REPLAY
         if not self._is_over:
             if len(self._times) == WAIT_STEPS - 1:
                 self._times[-1][1].synchronize()
@@ -53,7 +57,7 @@ class HostWait:
             return ""
         self._is_over = True
         end.synchronize()
-        return describe_wait(self._shortest(), start.elapsed_time(end))
+        return describe_wait(self._shortest(), start.elapsed_time(end), self._hint)
 
     def before_optimizer(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Do nothing."""
@@ -77,12 +81,9 @@ def moment() -> Any:
     return event
 
 
-def describe_wait(step_ms: float, busy_ms: float) -> str:
+def describe_wait(step_ms: float, busy_ms: float, hint: str) -> str:
     """Return a recommendation if the GPU is busy for only ``busy_ms`` of a step, or "" if it hardly waits."""
     waits = step_ms - busy_ms
     if waits < LONG_WAIT * step_ms:
         return ""
-    return (
-        f"The GPU waits for Python for {percent(waits / step_ms)} of a step of {step_ms:.0f} ms. HINT: "
-        "`ActivationPruning(cuda_graphs=True)` replays the model without Python."
-    )
+    return f"The GPU waits for Python for {percent(waits / step_ms)} of a step of {step_ms:.0f} ms. HINT: {hint}"

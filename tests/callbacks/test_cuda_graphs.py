@@ -140,7 +140,8 @@ def test_reasons_to_stay_eager(monkeypatch):
     assert "DTensor" in why_module_eager(nn.Linear(1, 1))
 
 
-def test_a_gpu_that_waits_for_python_is_noticed_once(monkeypatch, caplog):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_that_waits_for_python_is_noticed_once(monkeypatch, caplog, compiled):
     """With a clock on which the host takes 10 ms to launch a step, and the GPU 6 ms for its work."""
     caplog.set_level("INFO")
     clock = SimpleNamespace(now=0.0, ahead=0.0)
@@ -158,11 +159,15 @@ def test_a_gpu_that_waits_for_python_is_noticed_once(monkeypatch, caplog):
     monkeypatch.setattr(host_wait, "why_eager", lambda *_: "")
     monkeypatch.setattr(host_wait, "moment", lambda: Moment(at=clock.now))
     monkeypatch.setattr(host_wait, "delay", lambda ms: setattr(clock, "ahead", ms))
-    fit(Blocks(), LambdaCallback(on_train_batch_end=end), pruning := ActivationPruning("max"))
-    [told] = [each.message for each in caplog.records if "cuda_graphs" in each.message]
+    model = Blocks()
+    if compiled:
+        model.body[0].compile(backend="aot_eager")
+    fit(model, LambdaCallback(on_train_batch_end=end), pruning := ActivationPruning("max"))
+    [told] = [each.message for each in caplog.records if "waits for Python" in each.message]
+    assert ("cuda_graphs" in told, "reduce-overhead" in told) == (not compiled, compiled)
     assert "40.0 % of a step of 10 ms" in told
     assert vars(pruning._graphs) == vars(HostWait())
-    assert host_wait.describe_wait(10, 9.6) == ""
+    assert host_wait.describe_wait(10, 9.6, "") == ""
 
 
 @pytest.mark.gpu
