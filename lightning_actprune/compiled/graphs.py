@@ -284,20 +284,10 @@ class Joint:
         assert isinstance(results, list | tuple)
         return inputs, len(results) - len(inputs)
 
-    def readers(self, node: Node) -> list[Node]:
-        """Return the nodes outside of forward that read a forward node, in the order of the graph."""
-        others = [user for user in node.users if user not in self.forward]
-        readers = [user for user in others if user.op != "output" and not is_size(user)]
-        return sorted(readers, key=self.order.__getitem__)
-
     def reads(self, node: Node) -> list[Read]:
-        """Return all reads of a forward node in backward."""
-        uses = (use for reader in self.readers(node) for use in self._find_uses(node, reader))
-        return [Read(argument, reader, mark_of(argument)) for argument, reader in uses]
-
-    def _find_uses(self, node: Node, reader: Node) -> Iterator[tuple[Node, Node]]:
-        """Yield the nodes that compute something from ``node`` behind ``reader``, each with its argument."""
-        waiting = [(node, reader)]
+        """Return all reads of a forward node in backward, also those of views and casts that backward makes of it."""
+        readers = sorted((user for user in node.users if user not in self.forward), key=self.order.__getitem__)
+        reads, waiting = list[Read](), [(node, reader) for reader in reversed(readers)]
         while waiting:
             argument, user = waiting.pop()
             if user.op == "output" or is_size(user):
@@ -305,7 +295,8 @@ class Joint:
             if passes_on(user) and user not in self.tangent:
                 waiting += [(user, further) for further in user.users]
             else:
-                yield argument, user
+                reads.append(Read(argument, user, mark_of(argument)))
+        return reads
 
 
 def put_in_order(graph: Graph) -> None:
