@@ -200,8 +200,13 @@ class Read:
 
     @property
     def layer(self) -> Mark | None:
-        """The mark's content."""
-        return None if self.mark is None else Mark.read(str(self.mark.args[1]))
+        """What the mark says."""
+        return None if self.mark is None else read_mark(self.mark)
+
+
+def read_mark(node: Node) -> Mark:
+    """Return what a mark in a graph says."""
+    return Mark.read(str(node.args[1]))
 
 
 def mark_of(node: Node) -> Node | None:
@@ -250,7 +255,7 @@ class Joint:
         # If a layer's input is an output, with its mark, the graph is a piece. Most of its outputs go to the next one,
         # which packs what it reads; outputs that the user gets, too, look the same.
         output_marks = [node for node in outputs if name_of(node) == MARK]
-        is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in output_marks)
+        is_piece = any(read_mark(node).operator != RECOMPUTE for node in output_marks)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
         self.without_gradient = self._find_without_gradient(nodes) if self.tangent else set()
         self._operations = dict[int | None, Node]()

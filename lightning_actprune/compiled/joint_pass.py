@@ -71,10 +71,10 @@ from lightning_actprune.compiled.graphs import (
     name_of,
     path,
     put_in_order,
+    read_mark,
     source_of,
     value_of,
 )
-from lightning_actprune.compiled.marks import Mark
 from lightning_actprune.compiled.recompute import run_again, take_out
 from lightning_actprune.compiled.rewrite import Rewriter
 
@@ -95,7 +95,7 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
         return None
     if run_again(joint):
         joint = Joint(graph)
-    models = [Mark.read(str(mark.args[1])).model for mark in marks]
+    models = [read_mark(mark).model for mark in marks]
     model = next((model for model in models if model.saved), models[0])
     sources = find_sources(joint)
     bases = decide(joint, model, sources)
