@@ -229,6 +229,8 @@ class Joint:
         tangent: Nodes that depend on a gradient.
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
         retained: Nodes whose memory outputs share: the caller may hold it until backward. None in a piece of a graph.
+        inputs: Inputs of forward.
+        output_count: Number of outputs of forward, in a graph with a backward.
         without_gradient: Inputs that get no gradient, such as the batch.
         names_operations: Whether nodes of backward name the operation that they belong to.
         changing: Inputs that forward writes to, and nodes that depend on them: backward would read other values.
@@ -257,7 +259,14 @@ class Joint:
         output_marks = [node for node in outputs if name_of(node) == MARK]
         is_piece = any(read_mark(node).operator != RECOMPUTE for node in output_marks)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
-        self.without_gradient = self._find_without_gradient(nodes) if self.tangent else set()
+        self.inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangent]
+        self.output_count, self.without_gradient = 0, set[Node]()
+        if self.tangent:
+            (results,) = graph.output_node().args
+            assert isinstance(results, list | tuple)
+            self.output_count = len(results) - len(self.inputs)  # behind them come the gradients of all inputs
+            gradients = zip(self.inputs, results[self.output_count :], strict=True)
+            self.without_gradient = {node for node, gradient in gradients if gradient is None}
         self._operations = dict[int | None, Node]()
         for node in nodes:
             # Operations without a gradient repeat the number of the one before: the first node with it is the owner.
@@ -273,21 +282,6 @@ class Joint:
         """
         operation = self._operations.get(sequence_number(reader)) if is_of_autograd(reader) else None
         return None if operation is None or not original_operation(operation) else operation
-
-    def _find_without_gradient(self, nodes: list[Node]) -> set[Node]:
-        """Return the inputs of forward without a gradient; the last outputs of the graph are all inputs' gradients."""
-        inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangent]
-        (results,) = self.graph.output_node().args
-        assert isinstance(results, list | tuple)
-        gradients = results[-len(inputs) :] if inputs else ()
-        return {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is None}
-
-    def forward_of(self) -> tuple[set[str], int]:
-        """Return the names of forward's inputs, and the number of its outputs."""
-        inputs = {node.name for node in self.graph.find_nodes(op="placeholder") if node not in self.tangent}
-        (results,) = self.graph.output_node().args
-        assert isinstance(results, list | tuple)
-        return inputs, len(results) - len(inputs)
 
     def reads(self, node: Node) -> list[Read]:
         """Return all reads of a forward node in backward, also those of views and casts that backward makes of it."""

@@ -109,7 +109,13 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
             rows[at] = rows[at]._replace(stored_bytes=sum(bytes_of(value_of(node)) for node in nodes))
             names[at] = {node.name for node in nodes}
     listed = [at for at, source in enumerate(sources) if count_of(value_of(source.node)) >= model.min_values]
-    return PackedGraph([rows[at] for at in listed], [names[at] for at in listed], *joint.forward_of(), model.min_values)
+    return PackedGraph(
+        [rows[at] for at in listed],
+        [names[at] for at in listed],
+        {node.name for node in joint.inputs},
+        joint.output_count,
+        model.min_values,
+    )
 
 
 def restore_marks(graph: Graph) -> None:
