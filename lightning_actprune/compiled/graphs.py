@@ -37,6 +37,7 @@ from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 Size: TypeAlias = "int | torch.SymInt"
 
 GETITEM = "getitem"
+MARK, MARK_OUTPUT = "actprune.mark", "actprune.mark_output"
 FEWER = 16
 """A tensor with this many times fewer values, such as a statistic or a weight, is small beside another."""
 VIEWS = ops_of(Kind.VIEW)
@@ -49,12 +50,12 @@ PARTS = ops_of(Kind.PART) | {GETITEM}
 _PAD = "aten.constant_pad_nd"
 """Inductor pads the factors of a matrix product with it, where that is faster."""
 SPLITS = ops_of(Kind.SPLIT)
+_SHARE_MEMORY = VIEWS | PARTS | SPLITS | {MARK}
 _MULTIPLY = ops_of(Kind.GEMM) | backward_of(Kind.GEMM)
 FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
 """Operations that fill a tensor with one number, and the place of that number in their arguments."""
 WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
 """Operations with a weight, and its place in their arguments, right behind the factor that it multiplies."""
-MARK, MARK_OUTPUT = "actprune.mark", "actprune.mark_output"
 FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 """Tags by which the partitioner knows where a node belongs."""
 
@@ -175,13 +176,9 @@ def mask_of(node: Node) -> Node | None:
 
 def memory_of(node: Node) -> Node:
     """Return the node whose memory a node shares."""
-    while True:
-        name = name_of(node)
-        if name == GETITEM and name_of(first_input(node)) not in SPLITS:
-            return node
-        if name not in VIEWS and name not in PARTS and name not in SPLITS and name != MARK:
-            return node
+    while name_of(node) in _SHARE_MEMORY and (name_of(node) != GETITEM or name_of(first_input(node)) in SPLITS):
         node = first_input(node)
+    return node
 
 
 @dataclass(frozen=True)
