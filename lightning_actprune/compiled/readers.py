@@ -409,17 +409,8 @@ def combine_ways(ways: list[Values]) -> Values:
     Raises:
         Refusal: If one read needs all blocks and another keeps values uncompressed.
     """
-    first = ways[0]
-    alike = all(
-        (way.parts, way.topk_over, way.selection, way.block_size)
-        == (first.parts, first.topk_over, first.selection, first.block_size)
-        for way in ways
-    )
-    if any(way.bits == 0 for way in ways):
-        if alike and all(way.bits == 0 for way in ways):
-            return first
-        raise Refusal("another reader needs all blocks, and the values are uncompressed")
     most = max(ways, key=lambda way: way.bits)
-    if alike:
-        return most
-    return Values(most.bits, most.block_size, operator=most.operator, offload=most.offload)
+    alike = len({(way.parts, way.topk_over, way.selection, way.block_size) for way in ways}) == 1
+    if not all(way.bits for way in ways) and (most.bits or not alike):
+        raise Refusal("another reader needs all blocks, and the values are uncompressed")
+    return most if alike else Values(most.bits, most.block_size, operator=most.operator, offload=most.offload)
