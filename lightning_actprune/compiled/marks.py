@@ -40,8 +40,6 @@ from lightning_actprune.codec.packed import LIBRARY, TAGS
 from lightning_actprune.codec.saved_ops import Policy
 
 RECOMPUTE = "recompute"
-HALF = 16
-"""Bits of a module's input that is only rounded to bfloat16."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ from lightning_actprune.compiled.graphs import (
     tensor_of,
     value_of,
 )
-from lightning_actprune.compiled.marks import HALF, Model
+from lightning_actprune.compiled.marks import Model
+from lightning_actprune.config import HALF
 
 _PRODUCTS = ops_of(Kind.PRODUCT)
 _WEIGHT_GRADIENTS = frozenset({"aten.mm", "aten.mv", "aten.convolution_backward"})

@@ -59,7 +59,8 @@ from lightning_actprune.compiled.graphs import (
     source_of,
     value_of,
 )
-from lightning_actprune.compiled.marks import HALF, RECOMPUTE
+from lightning_actprune.compiled.marks import RECOMPUTE
+from lightning_actprune.config import HALF
 
 _SEEDS = "prims.inductor_seeds"
 """Inductor's seeds of all random numbers of a graph."""
