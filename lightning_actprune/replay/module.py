@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Set
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from operator import is_
 from typing import Any
 
@@ -74,24 +74,20 @@ class ReplayedModule(Converted):
     _replay: ModuleReplay
 
 
+@cache
 def make_replayed_class(cls: type[nn.Module]) -> type[Any]:
     """Return the replayed class of a module class, the same one each time."""
-    if cls not in _classes:
 
-        @wraps(cls.forward)  # some libraries read its signature
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            replay = vars(self).get("_replay")  # None if somebody calls this method after `stop_replay`
-            if replay is None or not replay.is_of(self):
-                return cls.forward(self, *args, **kwargs)
-            return replay.call(partial(cls.forward, self), args, kwargs)
+    @wraps(cls.forward)  # some libraries read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replay = vars(self).get("_replay")  # None if somebody calls this method after `stop_replay`
+        if replay is None or not replay.is_of(self):
+            return cls.forward(self, *args, **kwargs)
+        return replay.call(partial(cls.forward, self), args, kwargs)
 
-        text = f"``{cls.__name__}`` whose calls are replayed from CUDA graphs."
-        attributes = {"__doc__": text, "dense_class": cls, "forward": forward}
-        _classes[cls] = type(f"Replayed{cls.__name__}", (ReplayedModule, cls), attributes)
-    return _classes[cls]
-
-
-_classes: dict[type[nn.Module], type[Any]] = {}
+    text = f"``{cls.__name__}`` whose calls are replayed from CUDA graphs."
+    attributes = {"__doc__": text, "dense_class": cls, "forward": forward}
+    return type(f"Replayed{cls.__name__}", (ReplayedModule, cls), attributes)
 
 
 def replay_module(module: nn.Module, name: str, make_recorder: Callable[[], Recorder] = CudaRecorder) -> ModuleReplay:
@@ -103,7 +99,7 @@ def replay_module(module: nn.Module, name: str, make_recorder: Callable[[], Reco
         make_recorder: Makes what captures.
     """
     replay = module._replay = ModuleReplay(module, name, make_recorder)  # type: ignore[assignment]
-    module.__class__ = make_replayed_class(type(module))
+    module.__class__ = make_replayed_class(type(module))  # type: ignore[arg-type]
     return replay
 
 
