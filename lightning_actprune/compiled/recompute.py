@@ -227,8 +227,8 @@ class _Copies:
         for original in sorted(missing, key=self._joint.order.__getitem__):
             half = self._half(original)
             with self._writer.before(reader, NOT_IN_FORWARD):
-                cast = None if half is None else self._writer.cast(half, torch.float32)
-                self._copy_of[original] = self._copy(original) if cast is None else cast
+                copy = self._copy(original) if half is None else self._writer.cast(half, torch.float32)
+            self._copy_of[original] = copy
         return self._copy_of[node]
 
     def _copy(self, node: Node) -> Node:
