@@ -295,7 +295,7 @@ def _choose_layers(
     """Return the layers to convert, and add a row to ``report`` for each layer that is or is not converted."""
     options = list(candidates(model))
     config = _fit_config(config, options)
-    not_called = _find_uncalled(model, config, owner)
+    not_called = _find_uncalled(options, config, owner)
     rerun = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
     dense = {layer for module in rerun for layer in module.modules()}
     selected: dict[nn.Module, tuple[Candidate, Keep]] = {}
@@ -327,10 +327,10 @@ def _fit_config(config: Config, options: list[Candidate]) -> Config:
     )
 
 
-def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
+def _find_uncalled(options: list[Candidate], config: Config, owner: str) -> set[str]:
     """Return the names of modules that the layer around them computes itself once it is converted."""
     names = set[str]()
-    for candidate in candidates(model):
+    for candidate in options:
         cls = find_compressed_class(torch_class(type(candidate.layer)))
         if cls is None or cls.replaced is None:
             continue
@@ -348,7 +348,7 @@ def _is_listed(layer: nn.Module) -> bool:
 
 def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
     """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
-    named_layers = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
+    named_layers = [(candidate.fqns, candidate.operator) for candidate in candidates(model)]
     saves = bool(report.converted or report.recomputed) or (report.saved is not None and _has_other_operations(model))
     if not named_layers and not saves:
         raise ValueError(
@@ -692,12 +692,11 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
     # What attention saves outside its projections has rules of its own.
-    operators = ((fqns, layer, operator_of(layer)) for fqns, layer in layers(model))
     dense = {
         fqn
-        for fqns, layer, operator in operators
-        if operator is not None and not [*layer.children()] and config.is_dense_by_rule(fqns, operator)
-        for fqn in fqns
+        for candidate in candidates(model)
+        if not [*candidate.layer.children()] and config.is_dense_by_rule(candidate.fqns, candidate.operator)
+        for fqn in candidate.fqns
     }
     attached = model.__dict__[_SAVED] = _Attached(model.__dict__.get(_SAVED, {}))
     attached[owner] = SavedTensorCompression(
