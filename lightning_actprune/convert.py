@@ -186,9 +186,8 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         if report.saved is not None:
             _check_saved_is_free(model, owner)
     # Since an earlier conversion, layers may have been removed or renamed: revert those that are no longer selected.
-    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
-    if not own <= selected.keys():
-        revert_layers(model, own.difference(selected).__contains__)
+    kept = set[Any](selected)
+    revert_layers(model, lambda layer: layer.owner == owner and layer not in kept)
     for candidate, keep in selected.values():
         _convert_layer(candidate, keep, owner)
     _start_recompute(blocks, owner)
