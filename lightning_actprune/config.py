@@ -588,9 +588,9 @@ def join_names(names: Iterable[str]) -> str:
     return " and ".join(", ".join(map(repr, names)).rsplit(", ", 1))
 
 
-def shorten(names: Sequence[str], most: int = 8) -> str:
-    """Return the first ``most`` names, and how many there are if these are not all."""
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def shorten(names: Sequence[str]) -> str:
+    """Return the first eight names, and how many there are if these are not all."""
+    return ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
 
 
 def suggest(value: Any, names: Iterable[str]) -> str:
