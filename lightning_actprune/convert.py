@@ -186,8 +186,8 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         if report.saved is not None:
             _check_saved_is_free(model, owner)
     # Since an earlier conversion, layers may have been removed or renamed: revert those that are no longer selected.
-    kept = set[Any](selected)
-    revert_layers(model, lambda layer: layer.owner == owner and layer not in kept)
+    still_selected = set[Any](selected)
+    revert_layers(model, lambda layer: layer.owner == owner and layer not in still_selected)
     for candidate, keep in selected.values():
         _convert_layer(candidate, keep, owner)
     _start_recompute(blocks, owner)
@@ -269,7 +269,7 @@ class Candidate:
 
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Yield every supported layer with what decides whether it is converted."""
+    """Yield every supported layer."""
     sharded, flattened = _find_ids_inside(model, FSDPModule), _find_ids_inside(model, FullyShardedDataParallel)
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in layers(model):

@@ -153,7 +153,7 @@ class Graph:
         return [*self._outputs, *self._gradients]
 
     def is_in_use(self) -> bool:
-        """Return whether backward of the last call is still to come, or somebody holds its outputs or gradients."""
+        """Return True if backward of the last call is still to come, or somebody holds its outputs or gradients."""
         if self._pending is not None and self._pending() is not None:
             return True
         if any(storage_uses(y) > uses for y, uses in zip(self._outputs, self._uses, strict=True)):
