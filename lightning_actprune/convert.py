@@ -63,12 +63,6 @@ from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, spa
 
 _SAVED = "_saved_tensor_compressions"
 _WATCHES = "_watches"
-_SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
-_FLATTENED = (
-    "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ or in "
-    "configure_model"
-)
-_PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _CELLS = nn.RNNCell, nn.LSTMCell, nn.GRUCell
 _CLASSES = nn.Module, nn.Sequential, nn.Identity, nn.Flatten, nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU
@@ -425,7 +419,7 @@ def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) 
     if isinstance(layer, LazyModuleMixin):
         return "is not initialised yet; convert after the first forward"
     if isinstance(layer, FSDPModule):
-        return _SHARDED
+        return "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
     if type(layer) in LEFT_DENSE:
         return LEFT_DENSE[type(layer)][1]
     if convolution.is_transposed(layer):
@@ -451,9 +445,12 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     if candidate.operator not in ("linear", "convolution"):
         return None
     if candidate.flattened:
-        return _FLATTENED
+        return (
+            "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ "
+            "or in configure_model"
+        )
     if any(hasattr(weight, "ds_id") for weight in weights):
-        return _PARTITIONED
+        return "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
     if not weights[0].is_floating_point():
         return f"its weight is {weights[0].dtype}; only inputs of floating-point layers can be compressed"
     narrow = candidate.operator == "linear" and min(weight.shape[1] for weight in weights) < MIN_FEATURES
