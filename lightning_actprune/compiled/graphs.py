@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
 from lightning_actprune.compiled.marks import RECOMPUTE, Mark
-
-Size: TypeAlias = "int | torch.SymInt"
 
 GETITEM = "getitem"
 MARK, MARK_OUTPUT = "actprune.mark", "actprune.mark_output"
@@ -93,7 +91,7 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
-def hint(size: Size) -> int:
+def hint(size: int | torch.SymInt) -> int:
     """Return a size; for a symbol, its size in the trace, without making it a constant.
 
     Sizes that depend on values, such as the count of a ``nonzero``, are 0.

@@ -23,7 +23,6 @@ from lightning_actprune.compiled.graphs import (
     NOT_IN_FORWARD,
     Joint,
     Read,
-    Size,
     Writer,
     after,
     first_input,
@@ -191,14 +190,10 @@ class Rewriter:
 
     def _sizes(self, node: Node, order: tuple[int, ...] | None) -> list[int | Node]:
         """Return the sizes of a node with its dimensions in this order, and -1 for the first symbol."""
-        sizes, inferred = list[int | Node](), False
-        for dim in order or range(value_of(node).dim()):
-            size: Size = value_of(node).shape[dim]
-            if not isinstance(size, int) and not inferred:
-                inferred = True
-                sizes.append(-1)
-            else:
-                sizes.append(size if isinstance(size, int) else self._writer.size(node, dim))
+        value, sizes = value_of(node), list[int | Node]()
+        for dim in order or range(value.dim()):
+            is_symbol = not isinstance(value.shape[dim], int)
+            sizes.append(-1 if is_symbol and -1 not in sizes else self._writer.size(node, dim))
         return sizes
 
     def _signs(self, source: Source) -> Node:
