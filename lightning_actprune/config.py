@@ -411,13 +411,11 @@ class Config:
         """Return the settings for a model with these numbers of layers of two kinds (see the module)."""
         if batch_norms < MANY_LAYERS:
             return self
-        fitted, base = copy(self), dict(self._base)
         if self.preset == "balanced" and smooth_activations >= MANY_LAYERS:
-            base["activation"] = replace(base["activation"], bits=8)
+            return self.with_bits({"activation": 8})
         if self.preset == "max" and smooth_activations < MANY_LAYERS:
-            base["convolution"] = replace(base["convolution"], bits=2)
-        object.__setattr__(fitted, "_base", base)
-        return fitted
+            return self.with_bits({"convolution": 2})
+        return self
 
     def with_bits(self, bits: Mapping[Operator, int]) -> Config:
         """Return the same with other bits for some operators that the preset covers."""
@@ -428,12 +426,8 @@ class Config:
 
     def operators_in(self, family: Family, bits: int) -> list[Operator]:
         """Return the operators that keep values of ``family`` in these bits, by the preset and not by a rule."""
-        found = (operator for operator, families in FAMILIES.items() if family in families)
-        return [each for each in found if self.rule_of([""], each) is None and self._bits_of(each) == bits]
-
-    def _bits_of(self, operator: Operator) -> int | None:
-        keep = self._base.get(operator)
-        return None if keep is None else keep.bits
+        in_family = (each for each, families in FAMILIES.items() if family in families and each in self._base)
+        return [each for each in in_family if self.rule_of([""], each) is None and self._base[each].bits == bits]
 
     def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:
         """Return the pattern of the rule that applies to a layer with these names, ``None`` if no rule does.
@@ -594,9 +588,9 @@ def join_names(names: Iterable[str]) -> str:
     return " and ".join(", ".join(map(repr, names)).rsplit(", ", 1))
 
 
-def shorten(names: Sequence[str], most: int = 8) -> str:
-    """Return the first ``most`` names, and how many there are if these are not all."""
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def shorten(names: Sequence[str]) -> str:
+    """Return the first eight names, and how many there are if these are not all."""
+    return ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
 
 
 def suggest(value: Any, names: Iterable[str]) -> str:

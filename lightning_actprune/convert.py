@@ -63,12 +63,6 @@ from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, spa
 
 _SAVED = "_saved_tensor_compressions"
 _WATCHES = "_watches"
-_SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
-_FLATTENED = (
-    "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ or in "
-    "configure_model"
-)
-_PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _CELLS = nn.RNNCell, nn.LSTMCell, nn.GRUCell
 _CLASSES = nn.Module, nn.Sequential, nn.Identity, nn.Flatten, nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU
@@ -186,9 +180,8 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         if report.saved is not None:
             _check_saved_is_free(model, owner)
     # Since an earlier conversion, layers may have been removed or renamed: revert those that are no longer selected.
-    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
-    if not own <= selected.keys():
-        revert_layers(model, own.difference(selected).__contains__)
+    still_selected = set[Any](selected)
+    revert_layers(model, lambda layer: layer.owner == owner and layer not in still_selected)
     for candidate, keep in selected.values():
         _convert_layer(candidate, keep, owner)
     _start_recompute(blocks, owner)
@@ -275,7 +268,7 @@ class Candidate:
 
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Yield every supported layer with what decides whether it is converted."""
+    """Yield every supported layer."""
     sharded, flattened = _find_ids_inside(model, FSDPModule), _find_ids_inside(model, FullyShardedDataParallel)
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in layers(model):
@@ -300,7 +293,7 @@ def _choose_layers(
     """Return the layers to convert, and add a row to ``report`` for each layer that is or is not converted."""
     options = list(candidates(model))
     config = _fit_config(config, options)
-    not_called = _find_uncalled(model, config, owner)
+    not_called = _find_uncalled(options, config, owner)
     rerun = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
     dense = {layer for module in rerun for layer in module.modules()}
     selected: dict[nn.Module, tuple[Candidate, Keep]] = {}
@@ -332,10 +325,10 @@ def _fit_config(config: Config, options: list[Candidate]) -> Config:
     )
 
 
-def _find_uncalled(model: nn.Module, config: Config, owner: str) -> set[str]:
+def _find_uncalled(options: list[Candidate], config: Config, owner: str) -> set[str]:
     """Return the names of modules that the layer around them computes itself once it is converted."""
     names = set[str]()
-    for candidate in candidates(model):
+    for candidate in options:
         cls = find_compressed_class(torch_class(type(candidate.layer)))
         if cls is None or cls.replaced is None:
             continue
@@ -353,7 +346,7 @@ def _is_listed(layer: nn.Module) -> bool:
 
 def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
     """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
-    named_layers = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
+    named_layers = [(candidate.fqns, candidate.operator) for candidate in candidates(model)]
     saves = bool(report.converted or report.recomputed) or (report.saved is not None and _has_other_operations(model))
     if not named_layers and not saves:
         raise ValueError(
@@ -438,7 +431,7 @@ def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) 
     if isinstance(layer, LazyModuleMixin):
         return "is not initialised yet; convert after the first forward"
     if isinstance(layer, FSDPModule):
-        return _SHARDED
+        return "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
     if type(layer) in LEFT_DENSE:
         return LEFT_DENSE[type(layer)][1]
     if convolution.is_transposed(layer):
@@ -464,9 +457,12 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     if candidate.operator not in ("linear", "convolution"):
         return None
     if candidate.flattened:
-        return _FLATTENED
+        return (
+            "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ "
+            "or in configure_model"
+        )
     if any(hasattr(weight, "ds_id") for weight in weights):
-        return _PARTITIONED
+        return "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
     if not weights[0].is_floating_point():
         return f"its weight is {weights[0].dtype}; only inputs of floating-point layers can be compressed"
     narrow = candidate.operator == "linear" and min(weight.shape[1] for weight in weights) < MIN_FEATURES
@@ -704,12 +700,11 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
     # What attention saves outside its projections has rules of its own.
-    operators = ((fqns, layer, operator_of(layer)) for fqns, layer in layers(model))
     dense = {
         fqn
-        for fqns, layer, operator in operators
-        if operator is not None and not [*layer.children()] and config.is_dense_by_rule(fqns, operator)
-        for fqn in fqns
+        for candidate in candidates(model)
+        if not [*candidate.layer.children()] and config.is_dense_by_rule(candidate.fqns, candidate.operator)
+        for fqn in candidate.fqns
     }
     attached = model.__dict__[_SAVED] = _Attached(model.__dict__.get(_SAVED, {}))
     attached[owner] = SavedTensorCompression(

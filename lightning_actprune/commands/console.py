@@ -1,4 +1,4 @@
-"""What commands print with."""
+"""How commands print."""
 
 from __future__ import annotations
 

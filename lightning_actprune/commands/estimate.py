@@ -215,14 +215,14 @@ def _make_batch(name: str, config: Any, task: str, args: argparse.Namespace) -> 
 
 
 def _find_task(config: Any) -> str | None:
-    """Return for what a model of transformers with this configuration is trained, else the first task it can be."""
+    """Return the task of a configuration's architecture, else the first task that its model can be trained for."""
     mappings = {task: getattr(_import("transformers"), f"MODEL_FOR_{name}_MAPPING") for task, name in _TASKS.items()}
-    found = {task: mapping.get(type(config), None) for task, mapping in mappings.items()}
-    for task, classes in found.items():
+    classes_of = {task: mapping.get(type(config), None) for task, mapping in mappings.items()}
+    for task, classes in classes_of.items():
         names = {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,)) if each}
         if names & set(config.architectures or ()):
             return task
-    return next((task for task, classes in found.items() if classes), None)
+    return next((task for task, classes in classes_of.items() if classes), None)
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:

@@ -293,8 +293,8 @@ def _find_bases(joint: Joint, node: Node, bases: Bases, model: Model) -> tuple[S
     if not (passes_on(node) or name_of(node) in _STEADY or _is_quotient(node)):
         return ()
     inputs = node.all_input_nodes
-    found = dict.fromkeys(base for of in inputs for base in bases.get(of, ()))
-    chosen = tuple(base for base in found if base.how == "packed") or tuple(found)
+    of_inputs = dict.fromkeys(base for of in inputs for base in bases.get(of, ()))
+    chosen = tuple(base for base in of_inputs if base.how == "packed") or tuple(of_inputs)
     if len(chosen) != 1 and not _multiplies_two(node, chosen, bases):
         return ()
     most = max(count_of(value_of(chosen[0].node)) // FEWER, model.min_values)

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,9 +34,8 @@ from lightning_actprune.codec.private import (
 from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
 from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 
-Size: TypeAlias = "int | torch.SymInt"
-
 GETITEM = "getitem"
+MARK, MARK_OUTPUT = "actprune.mark", "actprune.mark_output"
 FEWER = 16
 """A tensor with this many times fewer values, such as a statistic or a weight, is small beside another."""
 VIEWS = ops_of(Kind.VIEW)
@@ -49,12 +48,12 @@ PARTS = ops_of(Kind.PART) | {GETITEM}
 _PAD = "aten.constant_pad_nd"
 """Inductor pads the factors of a matrix product with it, where that is faster."""
 SPLITS = ops_of(Kind.SPLIT)
+_SHARE_MEMORY = VIEWS | PARTS | SPLITS | {MARK}
 _MULTIPLY = ops_of(Kind.GEMM) | backward_of(Kind.GEMM)
 FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
 """Operations that fill a tensor with one number, and the place of that number in their arguments."""
 WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
 """Operations with a weight, and its place in their arguments, right behind the factor that it multiplies."""
-MARK, MARK_OUTPUT = "actprune.mark", "actprune.mark_output"
 FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 """Tags by which the partitioner knows where a node belongs."""
 
@@ -92,7 +91,7 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
-def hint(size: Size) -> int:
+def hint(size: int | torch.SymInt) -> int:
     """Return a size; for a symbol, its size in the trace, without making it a constant.
 
     Sizes that depend on values, such as the count of a ``nonzero``, are 0.
@@ -175,13 +174,9 @@ def mask_of(node: Node) -> Node | None:
 
 def memory_of(node: Node) -> Node:
     """Return the node whose memory a node shares."""
-    while True:
-        name = name_of(node)
-        if name == GETITEM and name_of(first_input(node)) not in SPLITS:
-            return node
-        if name not in VIEWS and name not in PARTS and name not in SPLITS and name != MARK:
-            return node
+    while name_of(node) in _SHARE_MEMORY and (name_of(node) != GETITEM or name_of(first_input(node)) in SPLITS):
         node = first_input(node)
+    return node
 
 
 @dataclass(frozen=True)
@@ -200,8 +195,13 @@ class Read:
 
     @property
     def layer(self) -> Mark | None:
-        """The mark's content."""
-        return None if self.mark is None else Mark.read(str(self.mark.args[1]))
+        """What the mark says."""
+        return None if self.mark is None else read_mark(self.mark)
+
+
+def read_mark(node: Node) -> Mark:
+    """Return what a mark in a graph says."""
+    return Mark.read(str(node.args[1]))
 
 
 def mark_of(node: Node) -> Node | None:
@@ -224,6 +224,8 @@ class Joint:
         tangent: Nodes that depend on a gradient.
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
         retained: Nodes whose memory outputs share: the caller may hold it until backward. None in a piece of a graph.
+        inputs: Inputs of forward.
+        output_count: Number of outputs of forward, in a graph with a backward.
         without_gradient: Inputs that get no gradient, such as the batch.
         names_operations: Whether nodes of backward name the operation that they belong to.
         changing: Inputs that forward writes to, and nodes that depend on them: backward would read other values.
@@ -250,9 +252,16 @@ class Joint:
         # If a layer's input is an output, with its mark, the graph is a piece. Most of its outputs go to the next one,
         # which packs what it reads; outputs that the user gets, too, look the same.
         output_marks = [node for node in outputs if name_of(node) == MARK]
-        is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in output_marks)
+        is_piece = any(read_mark(node).operator != RECOMPUTE for node in output_marks)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
-        self.without_gradient = self._find_without_gradient(nodes) if self.tangent else set()
+        self.inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangent]
+        self.output_count, self.without_gradient = 0, set[Node]()
+        if self.tangent:
+            (results,) = graph.output_node().args
+            assert isinstance(results, list | tuple)
+            self.output_count = len(results) - len(self.inputs)  # behind them come the gradients of all inputs
+            gradients = zip(self.inputs, results[self.output_count :], strict=True)
+            self.without_gradient = {node for node, gradient in gradients if gradient is None}
         self._operations = dict[int | None, Node]()
         for node in nodes:
             # Operations without a gradient repeat the number of the one before: the first node with it is the owner.
@@ -269,35 +278,10 @@ class Joint:
         operation = self._operations.get(sequence_number(reader)) if is_of_autograd(reader) else None
         return None if operation is None or not original_operation(operation) else operation
 
-    def _find_without_gradient(self, nodes: list[Node]) -> set[Node]:
-        """Return the inputs of forward without a gradient; the last outputs of the graph are all inputs' gradients."""
-        inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangent]
-        (results,) = self.graph.output_node().args
-        assert isinstance(results, list | tuple)
-        gradients = results[-len(inputs) :] if inputs else ()
-        return {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is None}
-
-    def forward_of(self) -> tuple[set[str], int]:
-        """Return the names of forward's inputs, and the number of its outputs."""
-        inputs = {node.name for node in self.graph.find_nodes(op="placeholder") if node not in self.tangent}
-        (results,) = self.graph.output_node().args
-        assert isinstance(results, list | tuple)
-        return inputs, len(results) - len(inputs)
-
-    def readers(self, node: Node) -> list[Node]:
-        """Return the nodes outside of forward that read a forward node, in the order of the graph."""
-        others = [user for user in node.users if user not in self.forward]
-        readers = [user for user in others if user.op != "output" and not is_size(user)]
-        return sorted(readers, key=self.order.__getitem__)
-
     def reads(self, node: Node) -> list[Read]:
-        """Return all reads of a forward node in backward."""
-        uses = (use for reader in self.readers(node) for use in self._find_uses(node, reader))
-        return [Read(argument, reader, mark_of(argument)) for argument, reader in uses]
-
-    def _find_uses(self, node: Node, reader: Node) -> Iterator[tuple[Node, Node]]:
-        """Yield the nodes that compute something from ``node`` behind ``reader``, each with its argument."""
-        waiting = [(node, reader)]
+        """Return all reads of a forward node in backward, also those of views and casts that backward makes of it."""
+        readers = sorted((user for user in node.users if user not in self.forward), key=self.order.__getitem__)
+        reads, waiting = list[Read](), [(node, reader) for reader in reversed(readers)]
         while waiting:
             argument, user = waiting.pop()
             if user.op == "output" or is_size(user):
@@ -305,7 +289,8 @@ class Joint:
             if passes_on(user) and user not in self.tangent:
                 waiting += [(user, further) for further in user.users]
             else:
-                yield argument, user
+                reads.append(Read(argument, user, mark_of(argument)))
+        return reads
 
 
 def put_in_order(graph: Graph) -> None:

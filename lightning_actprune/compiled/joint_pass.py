@@ -71,10 +71,10 @@ from lightning_actprune.compiled.graphs import (
     name_of,
     path,
     put_in_order,
+    read_mark,
     source_of,
     value_of,
 )
-from lightning_actprune.compiled.marks import Mark
 from lightning_actprune.compiled.recompute import run_again, take_out
 from lightning_actprune.compiled.rewrite import Rewriter
 
@@ -95,7 +95,7 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
         return None
     if run_again(joint):
         joint = Joint(graph)
-    models = [Mark.read(str(mark.args[1])).model for mark in marks]
+    models = [read_mark(mark).model for mark in marks]
     model = next((model for model in models if model.saved), models[0])
     sources = find_sources(joint)
     bases = decide(joint, model, sources)
@@ -109,7 +109,13 @@ def pack_joint_graph(graph: Graph) -> PackedGraph | None:
             rows[at] = rows[at]._replace(stored_bytes=sum(bytes_of(value_of(node)) for node in nodes))
             names[at] = {node.name for node in nodes}
     listed = [at for at, source in enumerate(sources) if count_of(value_of(source.node)) >= model.min_values]
-    return PackedGraph([rows[at] for at in listed], [names[at] for at in listed], *joint.forward_of(), model.min_values)
+    return PackedGraph(
+        [rows[at] for at in listed],
+        [names[at] for at in listed],
+        {node.name for node in joint.inputs},
+        joint.output_count,
+        model.min_values,
+    )
 
 
 def restore_marks(graph: Graph) -> None:

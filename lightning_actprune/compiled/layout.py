@@ -66,18 +66,14 @@ def layout_of(x: Tensor, way: Values) -> Layout:
         Refusal: If it makes no rows of blocks.
     """
     order = memory_order(x)
-    runs = _joined(x, order)
-    rows = cut_rows(runs, way.block_size)
-    shape = None if rows is None else _view(runs, *rows)
-    copied = shape is None
-    if copied:
-        runs = [Run([x.shape[dim] for dim in order], 1)]
+    copy = [Run([x.shape[dim] for dim in order], 1)]
+    for copied, runs in (False, _joined(x, order)), (True, copy):
         rows = cut_rows(runs, way.block_size)
         shape = None if rows is None else _view(runs, *rows)
-    if shape is None:
-        inner, _ = runs[-1].innermost()
-        raise Refusal(f"{inner} values side by side make no rows of blocks of {way.block_size}")
-    return Layout(order, copied, shape, min(way.block_size, shape[2]))
+        if shape is not None:
+            return Layout(order, copied, shape, min(way.block_size, shape[2]))
+    inner, _ = copy[-1].innermost()
+    raise Refusal(f"{inner} values side by side make no rows of blocks of {way.block_size}")
 
 
 def _view(runs: list[Run], length: int, is_cut: bool) -> tuple[int, int, int] | None:
@@ -113,11 +109,13 @@ def layout_with_drops(x: Tensor, like: Tensor, way: Values) -> Layout:
     if way.operator == "linear" and marked[-1] != like.dim() - 1:
         raise Refusal("its features are not side by side in memory")
     if way.topk_over == "token" or like.dim() == 2:
-        return Layout(order, False, (-1, 1, last), min(way.block_size, last))
-    if not all(isinstance(size, int) for size in inner):
-        if not isinstance(like.shape[0], int) or way.operator != "linear":
-            raise Refusal("how many blocks compete is not known")
-        return Layout(order, False, (like.shape[0], -1, last), min(way.block_size, last))
-    values = math.prod(hints(inner))
-    length = last if way.operator == "linear" else way.block_size if values % way.block_size == 0 else values
-    return Layout(order, False, (-1, values // length, length), min(way.block_size, length))
+        shape = -1, 1, last
+    elif all(isinstance(size, int) for size in inner):
+        values = math.prod(hints(inner))
+        length = last if way.operator == "linear" else way.block_size if values % way.block_size == 0 else values
+        shape = -1, values // length, length
+    elif isinstance(like.shape[0], int) and way.operator == "linear":
+        shape = like.shape[0], -1, last
+    else:
+        raise Refusal("how many blocks compete is not known")
+    return Layout(order, False, shape, min(way.block_size, shape[2]))

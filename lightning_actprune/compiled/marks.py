@@ -40,8 +40,6 @@ from lightning_actprune.codec.packed import LIBRARY, TAGS
 from lightning_actprune.codec.saved_ops import Policy
 
 RECOMPUTE = "recompute"
-HALF = 16
-"""Bits of a module's input that is only rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -180,16 +178,8 @@ def _mark_output_fake(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor
     return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return grad, None, None
-
-
-def _output_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return grad, None, None, None
-
-
-torch.library.register_autograd("actprune::mark", _gradient, lib=LIBRARY)
-torch.library.register_autograd("actprune::mark_output", _output_gradient, lib=LIBRARY)
+torch.library.register_autograd("actprune::mark", lambda ctx, grad: (grad, None, None), lib=LIBRARY)
+torch.library.register_autograd("actprune::mark_output", lambda ctx, grad: (grad, None, None, None), lib=LIBRARY)
 
 
 @register_sharding(torch.ops.actprune.mark.default)

@@ -53,7 +53,8 @@ from lightning_actprune.compiled.graphs import (
     tensor_of,
     value_of,
 )
-from lightning_actprune.compiled.marks import HALF, Model
+from lightning_actprune.compiled.marks import Model
+from lightning_actprune.config import HALF
 
 _PRODUCTS = ops_of(Kind.PRODUCT)
 _WEIGHT_GRADIENTS = frozenset({"aten.mm", "aten.mv", "aten.convolution_backward"})
@@ -409,17 +410,8 @@ def combine_ways(ways: list[Values]) -> Values:
     Raises:
         Refusal: If one read needs all blocks and another keeps values uncompressed.
     """
-    first = ways[0]
-    alike = all(
-        (way.parts, way.topk_over, way.selection, way.block_size)
-        == (first.parts, first.topk_over, first.selection, first.block_size)
-        for way in ways
-    )
-    if any(way.bits == 0 for way in ways):
-        if alike and all(way.bits == 0 for way in ways):
-            return first
-        raise Refusal("another reader needs all blocks, and the values are uncompressed")
     most = max(ways, key=lambda way: way.bits)
-    if alike:
-        return most
-    return Values(most.bits, most.block_size, operator=most.operator, offload=most.offload)
+    alike = len({(way.parts, way.topk_over, way.selection, way.block_size) for way in ways}) == 1
+    if not all(way.bits for way in ways) and (most.bits or not alike):
+        raise Refusal("another reader needs all blocks, and the values are uncompressed")
+    return most if alike else Values(most.bits, most.block_size, operator=most.operator, offload=most.offload)

@@ -54,11 +54,13 @@ from lightning_actprune.compiled.graphs import (
     is_size,
     name_of,
     path,
+    read_mark,
     runs_again,
     source_of,
     value_of,
 )
-from lightning_actprune.compiled.marks import HALF, RECOMPUTE, Mark
+from lightning_actprune.compiled.marks import RECOMPUTE
+from lightning_actprune.config import HALF
 
 _SEEDS = "prims.inductor_seeds"
 """Inductor's seeds of all random numbers of a graph."""
@@ -111,7 +113,7 @@ def _is_read(node: Node) -> bool:
 
 def run_again(joint: Joint) -> bool:
     """Let backward read copies of what recomputed modules compute, and return True if the graph has changed."""
-    inputs = {node for node in joint.forward if name_of(node) == MARK and _text(node).operator == RECOMPUTE}
+    inputs = {node for node in joint.forward if name_of(node) == MARK and read_mark(node).operator == RECOMPUTE}
     if not inputs:
         return False
     seeds = {node for node in joint.forward if name_of(node) == _SEEDS}
@@ -133,15 +135,11 @@ def take_out(joint: Joint) -> None:
     writer = Writer(joint.graph)
     for mark in [node for node in joint.graph.nodes if name_of(node) == MARK]:
         node = first_input(mark)
-        if _text(mark).operator == RECOMPUTE and mark not in joint.forward:
+        if read_mark(mark).operator == RECOMPUTE and mark not in joint.forward:
             with writer.before(mark, NOT_IN_FORWARD):
                 node = writer.call(_alias, node)
         mark.replace_all_uses_with(node)
         joint.graph.erase_node(mark)
-
-
-def _text(mark: Node) -> Mark:
-    return Mark.read(str(mark.args[1]))
 
 
 def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
@@ -229,8 +227,8 @@ class _Copies:
         for original in sorted(missing, key=self._joint.order.__getitem__):
             half = self._half(original)
             with self._writer.before(reader, NOT_IN_FORWARD):
-                cast = None if half is None else self._writer.cast(half, torch.float32)
-                self._copy_of[original] = self._copy(original) if cast is None else cast
+                copy = self._copy(original) if half is None else self._writer.cast(half, torch.float32)
+            self._copy_of[original] = copy
         return self._copy_of[node]
 
     def _copy(self, node: Node) -> Node:
@@ -248,7 +246,7 @@ class _Copies:
 
     def _half(self, mark: Node) -> Node | None:
         """Return an input in bfloat16 if that is how it is kept, else ``None``."""
-        if mark not in self._inputs or name_of(mark) != MARK or _text(mark).bits != HALF:
+        if mark not in self._inputs or name_of(mark) != MARK or read_mark(mark).bits != HALF:
             return None
         node = first_input(mark)
         if value_of(node).dtype != torch.float32:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS, ceil_div
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES
+from lightning_actprune.codec.layout import inverse_order
 from lightning_actprune.codec.saved_ops import Kind, ops_of
 from lightning_actprune.compiled.decide import Bases, Source, find_cast_inputs
 from lightning_actprune.compiled.graphs import (
@@ -22,7 +23,6 @@ from lightning_actprune.compiled.graphs import (
     NOT_IN_FORWARD,
     Joint,
     Read,
-    Size,
     Writer,
     after,
     first_input,
@@ -98,26 +98,23 @@ class Rewriter:
 
     def _pack(self, source: Source, reader: Node) -> list[Node]:
         """Pack a source right behind it, unpack it before ``reader``, and return what is stored."""
-        layout, node, writer = source.layout, self._computed(source), self._writer
+        way, layout, node, writer = source.way, source.layout, self._computed(source), self._writer
+        assert way is not None
         assert layout is not None
         value = value_of(node)
         with writer.before(after(node), FORWARD):
             rows = self._lay_out(node, layout)
             packed = self._compress(source, rows)
-            stored = [writer.call(_own.to_host.default, packed[0])] if self._is_moved(source, packed) else packed
+            moves = way.offload and not way.drops and value_of(packed[0]).is_cuda
+            stored = [writer.call(_own.to_host.default, packed[0])] if moves else packed
         for saved in stored:
             force_save(saved)
         with writer.before(reader, BACKWARD):
-            if stored is not packed:
+            if moves:
                 sizes, device = [writer.size(packed[0], dim) for dim in range(2)], value_of(packed[0]).device
                 packed = [writer.call(_own.from_host.default, stored[0], *sizes, device)]
             self._restored[source.node] = self._unpack(source, packed, rows, value)
         return stored
-
-    def _is_moved(self, source: Source, packed: list[Node]) -> bool:
-        """Return whether a source waits for backward in the memory of the host."""
-        assert source.way is not None
-        return source.way.offload and len(packed) == 1 and value_of(packed[0]).is_cuda
 
     def _computed(self, source: Source) -> Node:
         """Return the node to pack, as a node of forward: blocks that run again make casts of their own."""
@@ -178,7 +175,7 @@ class Rewriter:
         return node if order == tuple(sorted(order)) else self._writer.call(_aten.permute.default, node, list(order))
 
     def _undo_permute(self, node: Node, order: tuple[int, ...]) -> Node:
-        return self._permute(node, tuple(order.index(dim) for dim in range(len(order))))
+        return self._permute(node, tuple(inverse_order(order)))
 
     def _dtype(self, source: Source, value: Tensor) -> torch.dtype:
         """Return the type of the unpacked value: that in which all read it, or bf16 if bits are few."""
@@ -193,14 +190,10 @@ class Rewriter:
 
     def _sizes(self, node: Node, order: tuple[int, ...] | None) -> list[int | Node]:
         """Return the sizes of a node with its dimensions in this order, and -1 for the first symbol."""
-        sizes, inferred = list[int | Node](), False
-        for dim in order or range(value_of(node).dim()):
-            size: Size = value_of(node).shape[dim]
-            if not isinstance(size, int) and not inferred:
-                inferred = True
-                sizes.append(-1)
-            else:
-                sizes.append(size if isinstance(size, int) else self._writer.size(node, dim))
+        value, sizes = value_of(node), list[int | Node]()
+        for dim in order or range(value.dim()):
+            is_symbol = not isinstance(value.shape[dim], int)
+            sizes.append(-1 if is_symbol and -1 not in sizes else self._writer.size(node, dim))
         return sizes
 
     def _signs(self, source: Source) -> Node:

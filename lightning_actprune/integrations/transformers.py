@@ -131,9 +131,9 @@ class ActivationPruningCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Add what is kept, and what the dense model would keep, to the log of a training step."""
         if logs is not None and "loss" in logs and self.memory is not None and self.memory.dense_bytes is not None:
-            found = {"actprune_dense_mib": self.memory.dense_bytes, "actprune_stored_mib": self.memory.stored_bytes}
+            sizes = {"actprune_dense_mib": self.memory.dense_bytes, "actprune_stored_mib": self.memory.stored_bytes}
             for log in (logs, state.log_history[-1]):  # the Trainer has copied it to its history already
-                log.update({name: round(nbytes / MIB, 2) for name, nbytes in found.items()})
+                log.update({name: round(nbytes / MIB, 2) for name, nbytes in sizes.items()})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any

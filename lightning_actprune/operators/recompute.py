@@ -61,9 +61,9 @@ from lightning_actprune.codec.private import (
     tree_map_only,
     unseen_by_compilers,
 )
-from lightning_actprune.compiled.marks import HALF, mark_input
+from lightning_actprune.compiled.marks import mark_input
 from lightning_actprune.compiled.recompute import run_once_if_written
-from lightning_actprune.config import Recompute
+from lightning_actprune.config import HALF, Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.regions import Layout, as_read, dropped_by_checkpoint, layout_of, unpack_region

@@ -84,7 +84,7 @@ def uncached_autocast(device: str, enabled: bool | None = None) -> torch.autocas
 
 
 class Observations(NamedTuple):
-    """What eager calls of a signature have shown.
+    """Facts that eager calls of a signature have shown.
 
     Args:
         constants: Names and results of the functions that read constants on the host; ``None`` if other values are

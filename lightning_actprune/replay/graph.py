@@ -80,8 +80,8 @@ class Graph:
     ) -> None:
         self.observations = observations  # kernels may read its constants
         self.device, graded = call.tensors[0].device.type, sorted(observations.graded)
-        self._graded, self._needs_grad = graded, [x.requires_grad for x in call.tensors]
-        self._inputs, sources, live = list[Tensor](), list[Tensor](), list[Tensor]()
+        self._graded, self._inputs = graded, list[Tensor]()
+        sources, live = list[Tensor](), list[Tensor]()
         self.room: Tensor | None = None
 
         # === Forward ===
@@ -124,16 +124,16 @@ class Graph:
         self._uses = [storage_uses(y) for y in self._outputs]
 
         # === Gradients of inputs and parameters ===
-        count = len(sources) - len(parameters)
-        self._of_inputs = [(id(x), g) for x, g in zip(sources[:count], self._gradients[:count], strict=True)]
-        triples = list(zip(parameters, sources[count:], self._gradients[count:], strict=True))
+        pairs = iter([(id(x), g) for x, g in zip(sources, self._gradients, strict=True)])
+        self._of_inputs = [next(pairs) if x.requires_grad else (0, None) for x in call.tensors]
+        triples = [(p, key, g) for p, (key, g) in zip(parameters, pairs, strict=True)]
         self.parameters = [p for p, _, g in triples if g is not None]  # hooks of the others do not run
         # A gradient that shares its memory with another one, or with that of an output, must not become `.grad`.
         storages = Counter(
             g.untyped_storage().data_ptr() for g in (*self._grad_outputs, *self._gradients) if g is not None
         )
         self._of_parameters = [
-            (id(alias), g, storages[g.untyped_storage().data_ptr()] == 1) for _, alias, g in triples if g is not None
+            (key, g, storages[g.untyped_storage().data_ptr()] == 1) for _, key, g in triples if g is not None
         ]
         self._owned = [
             (p, g, storage_uses(g))
@@ -153,7 +153,7 @@ class Graph:
         return [*self._outputs, *self._gradients]
 
     def is_in_use(self) -> bool:
-        """Return whether backward of the last call is still to come, or somebody holds its outputs or gradients."""
+        """Return True if backward of the last call is still to come, or somebody holds its outputs or gradients."""
         if self._pending is not None and self._pending() is not None:
             return True
         if any(storage_uses(y) > uses for y, uses in zip(self._outputs, self._uses, strict=True)):
@@ -197,10 +197,6 @@ class Graph:
         """Return how often each output was written to that backward may read."""
         return [y._version for y, is_copied in zip(self._outputs, self._is_copied, strict=True) if not is_copied]
 
-    def select_graded(self, results: Sequence[Any]) -> list[Any]:
-        """Return the entries of the graded outputs."""
-        return [results[number] for number in self._graded]
-
     def gradients(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of inputs, copied, and of parameters, uncopied, as they may become ``.grad``.
 
@@ -208,12 +204,12 @@ class Graph:
         """
         pairs = zip(self._reached, grad_outputs, strict=True)
         reached = set[int]().union(*(leaves for leaves, grad_output in pairs if grad_output is not None))
-        of_inputs = iter([None if g is None or key not in reached else g.clone() for key, g in self._of_inputs])
+        of_inputs = [None if g is None or key not in reached else g.clone() for key, g in self._of_inputs]
         of_parameters = [
             (g.detach() if is_owned else g.clone()) if key in reached else None
             for key, g, is_owned in self._of_parameters
         ]
-        return [*(next(of_inputs) if needs_grad else None for needs_grad in self._needs_grad), *of_parameters]
+        return [*of_inputs, *of_parameters]
 
 
 @contextmanager
@@ -296,7 +292,7 @@ class _Replay(torch.autograd.Function):
             )
         if torch.is_autocast_enabled(graph.device) != graph.observations.backward_autocasts:
             _fail("backward runs under autocast and was captured without, or vice versa", "call it outside of autocast")
-        graded = graph.select_graded(grad_outputs)
+        graded = [grad_outputs[number] for number in graph._graded]
         graph.run_backward(graded)
         graph._pending = None
         return None, None, *graph.gradients(graded)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Set
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from operator import is_
 from typing import Any
 
@@ -74,24 +74,20 @@ class ReplayedModule(Converted):
     _replay: ModuleReplay
 
 
+@cache
 def make_replayed_class(cls: type[nn.Module]) -> type[Any]:
     """Return the replayed class of a module class, the same one each time."""
-    if cls not in _classes:
 
-        @wraps(cls.forward)  # some libraries read its signature
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            replay = vars(self).get("_replay")  # None if somebody calls this method after `stop_replay`
-            if replay is None or not replay.is_of(self):
-                return cls.forward(self, *args, **kwargs)
-            return replay.call(partial(cls.forward, self), args, kwargs)
+    @wraps(cls.forward)  # some libraries read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replay = vars(self).get("_replay")  # None if somebody calls this method after `stop_replay`
+        if replay is None or not replay.is_of(self):
+            return cls.forward(self, *args, **kwargs)
+        return replay.call(partial(cls.forward, self), args, kwargs)
 
-        text = f"``{cls.__name__}`` whose calls are replayed from CUDA graphs."
-        attributes = {"__doc__": text, "dense_class": cls, "forward": forward}
-        _classes[cls] = type(f"Replayed{cls.__name__}", (ReplayedModule, cls), attributes)
-    return _classes[cls]
-
-
-_classes: dict[type[nn.Module], type[Any]] = {}
+    text = f"``{cls.__name__}`` whose calls are replayed from CUDA graphs."
+    attributes = {"__doc__": text, "dense_class": cls, "forward": forward}
+    return type(f"Replayed{cls.__name__}", (ReplayedModule, cls), attributes)
 
 
 def replay_module(module: nn.Module, name: str, make_recorder: Callable[[], Recorder] = CudaRecorder) -> ModuleReplay:
@@ -103,7 +99,7 @@ def replay_module(module: nn.Module, name: str, make_recorder: Callable[[], Reco
         make_recorder: Makes what captures.
     """
     replay = module._replay = ModuleReplay(module, name, make_recorder)  # type: ignore[assignment]
-    module.__class__ = make_replayed_class(type(module))
+    module.__class__ = make_replayed_class(type(module))  # type: ignore[arg-type]
     return replay
 
 
@@ -188,7 +184,7 @@ class ModuleReplay:
                 signature.graph.release_gradients(zeroed)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Return whether this replays ``module``, and not one that ``module`` is a shallow copy of."""
+        """Return True if this replays ``module``, and not one that ``module`` is a shallow copy of."""
         return self._module() in (module, None)
 
     def close(self) -> None:
@@ -244,7 +240,7 @@ class ModuleReplay:
         self.reason = reason
 
     def _is_in_use(self) -> bool:
-        """Return whether somebody still needs what the last replay of any graph has written."""
+        """Return True if somebody still needs what the last replay of any graph has written."""
         graphs = [self._last(), *(signature.graph for signature in self._signatures.values())]
         return any(graph is not None and graph.is_in_use() for graph in graphs)
 
@@ -270,12 +266,12 @@ class ModuleReplay:
         if not any(y.requires_grad for y in tensors_in(outputs)):  # a module that is frozen for now
             return outputs
         operations.log.append([leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, CONSTANTS)])
-        # === Why it cannot be replayed ===
+        # === Can it be replayed? ===
         refusal = describe_change(before, snapshot(module)) or operations.refusal or find_hooks(module)
         leaves_now, spec_now = tree_flatten((args, dict(kwargs)))
         same = spec_now == spec and all(map(is_, leaves, leaves_now)) and versions == list(map(version_of, leaves))
         refusal = refusal or ("" if same else "it writes to its arguments")
-        # === Whether it is as the call before ===
+        # === Is it like the call before? ===
         log, signature.log = signature.log or [], None if refusal else operations.log
         signature.alike = signature.alike + 1 if log == signature.log else 0
         signature.watched += 1
@@ -284,7 +280,7 @@ class ModuleReplay:
             other = f"it does something else in each call{first_difference(log, operations.log)}"
             other = "none of its outputs gets a gradient" if signature.alike else other
             self._refuse(refusal or operations.host_read or other)
-        # === What a capture has to know ===
+        # === Observations for a capture ===
         signature.observe(constants=None if operations.host_read else operations.constants)
         tasks, aliases = set[int](), dict[int, Tensor]()
         for number, y in enumerate(tensors_in(outputs)):
@@ -322,7 +318,7 @@ class ModuleReplay:
 
 
 class _Eager(ModuleReplay):
-    """That of a copied or unpickled module, whose calls are eager."""
+    """The replay of a copied or unpickled module: all calls are eager."""
 
     def __init__(self, name: str) -> None:
         super().__init__(nn.Identity(), name, CudaRecorder)
@@ -330,7 +326,7 @@ class _Eager(ModuleReplay):
 
 
 def _can_replay() -> bool:
-    """Return whether a call is followed by one backward, and no compiler, transform or global hook looks on."""
+    """Return True if one backward follows a call, and no compiler, transform or global hook is active."""
     return (
         torch.is_grad_enabled()
         and not is_compiling()

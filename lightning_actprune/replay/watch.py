@@ -1,4 +1,4 @@
-"""What Python does in a call of a module, which a graph does not repeat, and what a graph depends on."""
+"""Watch what Python does in a call, since a graph does not repeat it, and find what a graph depends on."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class OperationLog(TorchFunctionMode):
         return result
 
     def _is_constant(self, name: str, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a function returns the same in each call."""
+        """Return True if a function returns the same in each call."""
         if any(part in name for part in _RANDOM):
             return False
         if name in _FACTORIES or name.endswith(("zeros_like", "ones_like", "full_like")) or name.startswith("new_"):
@@ -207,7 +207,7 @@ def _needs_python(hook: Any) -> bool:
 
 
 class Dependencies:
-    """What a graph of ``module`` depends on: the objects in all attributes of its modules, and addresses of tensors.
+    """The objects in all attributes of a module's modules, and addresses of tensors: a graph depends on them.
 
     A check takes .2 ms for 120 modules.
     """
@@ -226,7 +226,7 @@ class Dependencies:
         self._places = list(map(_place, self.tensors))
 
     def unchanged(self) -> bool:
-        """Return whether everything is as it was."""
+        """Return True if nothing has changed."""
         objects = list(chain.from_iterable(self._holders))
         return (
             len(objects) == len(self._objects)
