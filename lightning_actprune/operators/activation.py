@@ -187,10 +187,6 @@ class StoredMask(NamedTuple):
 
     factor: float
 
-    def exact(self) -> bool:
-        """Return True: one bit is exact."""
-        return True
-
     def planes(self) -> tuple[int, ...]:
         """Return the bits of each plane."""
         return ONE_BIT

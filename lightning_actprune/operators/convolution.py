@@ -288,18 +288,6 @@ def compressed_convolution(
     return made
 
 
-def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
-    """Return the weight gradient that backward of a convolution computes from ``x``, the unpacked input.
-
-    ``sizes`` is the shape of the weight, whose values are not needed.
-    """
-    stride, padding, dilation, groups = windows
-    moves = stride, padding, dilation, False, (0,) * len(stride), groups
-    grads = _convolution_backward(grad_y, x, x.new_empty(sizes), None, *moves, [False, True, False])
-    grad: Tensor = grads[1]
-    return grad
-
-
 def windows_of(layer: Convolution) -> Windows:
     """Return the windows of a convolution."""
     padding = layer.padding

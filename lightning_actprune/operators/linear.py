@@ -67,12 +67,7 @@ from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, Packed, kept_blocks
 from lightning_actprune.codec.packed import pack as pack_blocks
 from lightning_actprune.config import Keep, Operator, Selection, TopkOver
 from lightning_actprune.operators.base import CompressedLayer, LayerState, refuse_dtensors
-from lightning_actprune.operators.weight_grad import (
-    as_input_rows,
-    dense_weight_grad,
-    packed_weight_grad,
-    weight_grad_behind_norm,
-)
+from lightning_actprune.operators.weight_grad import packed_weight_grad, weight_grad_behind_norm
 from lightning_actprune.schedules import check_sparsity
 
 _MANAGED = "_is_fsdp_managed_module"
@@ -259,23 +254,6 @@ def _column_sums(grad_rows: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
             with on_device_of(grad_rows):
                 return launch(grad_rows)
     return grad_rows.sum(0, dtype=dtype)
-
-
-def weight_grad_of(
-    grad_y: Tensor, blocks: Blocks, shape: tuple[int, int, int], transposed: bool
-) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes the weight gradient of an input or of its packed copy, as backward does.
-
-    ``grad_y`` is the gradient of the output, inside attention ``[T, N, OUT]``; ``shape`` and ``transposed`` describe
-    the stored input. The function takes the input as ``[batch * rows, length]``, and returns fp32, or fp64 for fp64.
-    """
-    rows = _as_rows(grad_y.transpose(0, 1) if blocks.topk_over == "sample_second" else grad_y)
-    dtype = torch.promote_types(grad_y.dtype, torch.float32)
-
-    def weight_grad(stored: Tensor) -> Tensor:
-        return dense_weight_grad(rows, as_input_rows(stored, shape, transposed), dtype)
-
-    return weight_grad
 
 
 # === Launches: how kernels pack inputs of one layout ==================================================================
