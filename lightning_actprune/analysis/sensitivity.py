@@ -179,11 +179,9 @@ def _squared_errors(stored: Tensor, block_size: int) -> Tensor:
 
 def _sum_windows(errors: Tensor, layer: Convolution) -> Tensor:
     """Return the sum in the window of each output, ``[N, C, *spatial] -> [N * groups * outputs]``."""
-    stride, padding, dilation, groups = windows_of(layer)
-    ones = errors.new_ones(groups, errors.shape[1] // groups, *layer.kernel_size)
-    none = (0,) * len(stride)
+    ones = errors.new_ones(layer.groups, errors.shape[1] // layer.groups, *layer.kernel_size)
     with torch.autocast(errors.device.type, enabled=False):  # small errors are zero in fp16
-        return torch.convolution(errors, ones, None, stride, padding, dilation, False, none, groups).flatten()
+        return torch.convolution(errors, ones, None, *windows_of(layer)).flatten()
 
 
 def _squares_of_rows(grad_y: Tensor, layer: nn.Module) -> Tensor:

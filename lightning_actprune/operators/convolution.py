@@ -65,18 +65,22 @@ Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
 
 
 class Windows(NamedTuple):
-    """Window of the input from which a convolution computes each output.
+    """Windows of the input from which a convolution computes its outputs, as torch's operators take them.
 
     Args:
         stride: Steps from output to output, by dimension.
         padding: Zeros before and after, by dimension.
         dilation: Steps from weight to weight, by dimension.
+        transposed: False: transposed convolutions stay dense.
+        output_padding: Zeros, for the same reason.
         groups: Number of groups of channels that are convolved separately.
     """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
     groups: int
 
 
@@ -123,8 +127,7 @@ class ConvolutionFunction(torch.autograd.Function):
         if autocast is not None:
             weight = cast_as_autocast(weight, autocast)
             bias = None if bias is None else cast_as_autocast(bias, autocast)
-        stride, padding, dilation, groups = windows
-        return torch.convolution(x_read, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
+        return torch.convolution(x_read, weight, bias, *windows)
 
     @staticmethod
     @once_differentiable("a convolution that keeps its input compressed")
@@ -138,9 +141,8 @@ class ConvolutionFunction(torch.autograd.Function):
             x_hat = ctx.launch.unpacked(tensors)
         else:
             x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
-        stride, padding, dilation, groups = ctx.windows
-        moves = stride, padding, dilation, False, (0,) * len(stride), groups
-        grads = _convolution_backward(grad_output, x_hat, as_dtype(weight, dtype), ctx.bias_sizes, *moves, needed)
+        weight = as_dtype(weight, dtype)
+        grads = _convolution_backward(grad_output, x_hat, weight, ctx.bias_sizes, *ctx.windows, needed)
         return tuple(
             [as_dtype(g, dtype) if wanted else None for g, dtype, wanted in zip(grads, ctx.dtypes, needed, strict=True)]
         )
@@ -281,11 +283,9 @@ def compressed_convolution(
 ) -> Tensor:
     """Convolve ``x``, a batch or one sample, and save it packed; to be called if ``compresses`` returns True."""
     check_input(x, weight)
-    if x.dim() == weight.dim() - 1:
-        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
-        return y.squeeze(0)
-    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
-    return made
+    is_sample = x.dim() == weight.dim() - 1
+    y: Tensor = _convolution(x.unsqueeze(0) if is_sample else x, weight, bias, windows, parts, blocks)
+    return y.squeeze(0) if is_sample else y
 
 
 def windows_of(layer: Convolution) -> Windows:
@@ -294,7 +294,7 @@ def windows_of(layer: Convolution) -> Windows:
     if isinstance(padding, str):
         sizes = zip(layer.dilation, layer.kernel_size, strict=True)
         padding = tuple(0 if padding == "valid" else d * (k - 1) // 2 for d, k in sizes)
-    return Windows(layer.stride, padding, layer.dilation, layer.groups)
+    return Windows(layer.stride, padding, layer.dilation, False, (0,) * len(layer.stride), layer.groups)
 
 
 def padding_refusal(layer: Convolution) -> str | None:
