@@ -679,17 +679,13 @@ class CompressedActivation(CompressedLayer):
 
     def describe(self) -> str:
         """Return the bits; there are no blocks."""
-        return f"bits={self.bits}"
+        return "" if self.one_bit else f"bits={self.bits}"
 
 
 class ExactActivation(CompressedActivation):
     """Mixin of functions whose derivative takes two values: one bit for any setting of bits."""
 
     one_bit = True
-
-    def describe(self) -> str:
-        """Return "": there are no settings to show."""
-        return ""
 
 
 class CompressedGELU(CompressedActivation, nn.GELU):
@@ -791,10 +787,6 @@ class CompressedDropout(CompressedLayer, nn.Dropout):
         if not self.training or not keeps_mask(input, self.p):
             return super().forward(input)
         return cast(Tensor, _dropout(input, self.p, self.inplace))
-
-    def describe(self) -> str:
-        """Return "": dropout has no settings to show."""
-        return ""
 
 
 class ForeignActivation(CompressedActivation):

@@ -302,7 +302,9 @@ class CompressedLayer(Converted):
         return "_is_fsdp_managed_module" not in self.__dict__
 
     def describe(self) -> str:
-        """Return the settings as a printed module shows them."""
+        """Return the settings as a printed module shows them, "" for a layer that has none."""
+        if self.one_bit or not self.stores:
+            return ""
         if not self.drops_blocks:
             return f"bits={self.bits}, block_size={self.block_size}"
         return describe_blocks(self.keep, self.sparsity)

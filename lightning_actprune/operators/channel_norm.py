@@ -839,10 +839,6 @@ class CompressedResNetBlock(CompressedLayer):
     relu: nn.Module
     downsample: nn.Module | None
 
-    def describe(self) -> str:
-        """Return "": the norms and the activation function show their own settings."""
-        return ""
-
     def added(self, branch: Tensor, x: Tensor) -> Tensor:
         """Add ``x``, or its downsampled copy, to ``branch`` in place, and return the ReLU of the sum."""
         branch += x if self.downsample is None else self.downsample(x)
