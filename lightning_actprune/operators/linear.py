@@ -201,18 +201,14 @@ def _product(x: Tensor, x_read: Tensor, x_rows: Tensor, weight: Tensor, bias: Te
     it records, torch computes one product of all rows, which is rounded before the bias is added.
 
     Args:
-        x: The input before autocast.
+        x: The input before autocast, not contiguous.
         x_read: The input after autocast, ``[..., IN]``.
         x_rows: The same laid out for the product, to be read if ``x_read`` would be copied.
         weight: ``[OUT, IN]``.
         bias: ``[OUT]`` or ``None``.
     """
     # A cast copy has the same order of dimensions in memory, but no gaps.
-    if (
-        x.dim() < 3
-        or x.is_contiguous()
-        or (x.dtype != x_read.dtype and torch.empty_like(x, device="meta").is_contiguous())
-    ):
+    if x.dim() < 3 or (x.dtype != x_read.dtype and torch.empty_like(x, device="meta").is_contiguous()):
         return no_view(F.linear(x_read, weight, bias))
     y = torch.mm((x_read if _flattens(x_read) else x_rows).reshape(-1, x_read.shape[-1]), weight.t())
     if bias is not None:
