@@ -223,7 +223,7 @@ class SavedActivation:
         """Let go of the tensor, and of what it was selected from."""
         self.stored = stored
         if self.selection is not None:
-            self.selection = self.selection.without_source()
+            self.selection = self.selection._replace(source=None)
         # What the graph holds has the hooks, and so what waits: the tensor would keep its own graph.
         del self.tensor
 
