@@ -47,12 +47,12 @@ from lightning_actprune.codec.dispatch import (
     TensorKey,
     as_dtype,
     autocast_dtype,
+    cast_as_autocast,
     forced_backend,
     make_apply,
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.pack_cache import get_or_pack
 from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator

@@ -52,6 +52,7 @@ from lightning_actprune.codec.dispatch import (
     TensorKey,
     as_dtype,
     autocast_dtype,
+    cast_as_autocast,
     cast_input,
     choose_backend,
     forced_backend,
@@ -61,7 +62,6 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.pack_cache import OutputLayout, find_output, get_or_pack
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, Packed, kept_blocks, traced_pack
 from lightning_actprune.codec.packed import pack as pack_blocks
