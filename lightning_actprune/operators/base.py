@@ -27,7 +27,7 @@ from lightning_actprune.compiled.marks import mark_input, mark_output
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.offload import offload_packed
 from lightning_actprune.operators.tensor_parallel import forward_dtensor, has_dtensor_parameters
-from lightning_actprune.schedules import SparsitySchedule, check_sparsity
+from lightning_actprune.schedules import check_sparsity
 
 Marks = tuple[str, str, int, bool]
 """The text of the mark of an input (``compiled.marks``), empty for none; that for an input of few rows; how many rows
@@ -307,7 +307,12 @@ class CompressedLayer(Converted):
             return ""
         if not self.drops_blocks:
             return f"bits={self.bits}, block_size={self.block_size}"
-        return describe_blocks(self.keep, self.sparsity)
+        keep = self.keep
+        shown = [] if keep.bits is None else [f"bits={keep.bits}"]
+        shown += [f"sparsity={self.sparsity:g}", f"block_size={keep.block_size}"]
+        shown += [] if keep.topk_over == "sample" else [f"topk_over={keep.topk_over!r}"]
+        shown += [] if keep.selection == "largest" else [f"selection={keep.selection!r}"]
+        return ", ".join(shown)
 
     def extra_repr(self) -> str:
         """Return what the dense module prints, and the settings."""
@@ -327,16 +332,6 @@ class CompressedLayer(Converted):
         if weight is not None and weight.device != x.device:
             return False
         return x.is_floating_point() and x.shape[-len(shape) :] == shape
-
-
-def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
-    """Return the settings of blocks that are not defaults."""
-    shown = [] if keep.bits is None else [f"bits={keep.bits}"]
-    shown += [f"sparsity={sparsity:g}" if isinstance(sparsity, float) else f"sparsity={sparsity!r}"]
-    shown += [f"block_size={keep.block_size}"]
-    shown += [] if keep.topk_over == "sample" else [f"topk_over={keep.topk_over!r}"]
-    shown += [] if keep.selection == "largest" else [f"selection={keep.selection!r}"]
-    return ", ".join(shown)
 
 
 def refuse_dtensors(x: Tensor) -> None:
