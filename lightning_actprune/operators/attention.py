@@ -218,8 +218,6 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
 
     dense_class = nn.MultiheadAttention
     operator: ClassVar[Operator] = "linear"
-    projects: ClassVar[bool] = False
-    """True if the in-projection is compressed."""
     always_own = True  # the dense forward calls no projection
 
     @classmethod
@@ -250,7 +248,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
             "average_attn_weights": average_attn_weights,
             "is_causal": is_causal,
         }
-        weights = projection_weights(self) if self.projects else ()
+        weights = projection_weights(self) if isinstance(self, CompressedMultiheadAttention) else ()
         if isinstance(self.out_proj, CompressedLinear):
             weights = (*weights, self.out_proj.weight)
         is_kept = any(weight.requires_grad for weight in weights)
@@ -304,7 +302,6 @@ class CompressedMultiheadAttention(CompressedLinear, RoutedMultiheadAttention):
     """
 
     dense_class = RoutedMultiheadAttention
-    projects = True
 
     def describe(self) -> str:
         """Return the settings of the in-projection."""
