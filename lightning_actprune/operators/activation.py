@@ -439,15 +439,9 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
 def _multiply(
     grad: Tensor, codes: Tensor, lost: Tensor, stored: StoredDerivative, dtype: torch.dtype, first: int | None = None
 ) -> Tensor:
-    """Return ``dx``; derivatives have one more error if ``first`` says how many rows are before these.
+    """Return ``dx`` from the planes of ``codes``, and from ``lost``, a byte for each run that is not 0 if it is lost.
 
-    Args:
-        grad: The gradient ``[N]``.
-        codes: Planes of its codes.
-        lost: Whether each run is lost, ``uint8``.
-        stored: How derivatives are stored.
-        dtype: Type of the result.
-        first: See above.
+    Derivatives have one more error if ``first`` says how many rows are before these.
     """
     count = grad.shape[0]
     rows = ceil_div(count, ROW)
