@@ -128,7 +128,7 @@ def row_bytes(block_size: int, bits: int, itemsize: int) -> int:
 def scale_of(low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Return the scales of blocks with these extremes, fp32; NaN for a block that is read as NaN."""
     need = _need(low, high, bits)
-    scale = _round_up(need.clamp(max=MOST_SCALE), 20).clamp(min=LEAST_SCALE)
+    scale = _round_up(need.clamp(max=MOST_SCALE)).clamp(min=LEAST_SCALE)
     return torch.where(need <= MOST_SCALE, torch.where(need > 0, scale, 0.0), torch.nan)
 
 
@@ -251,7 +251,7 @@ def _codes(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     need = _need(low, high, bits)
     finite = need <= MOST_SCALE
     low, need = torch.where(finite, low, 0.0), torch.where(finite, need, 0.0)
-    scale = _round_up(need, 20).clamp(min=LEAST_SCALE)
+    scale = _round_up(need).clamp(min=LEAST_SCALE)
     inverse, step = _refine(1 / scale, scale), scale * (most / STEPS)
     offset = (low * inverse * STEPS_OF[bits]).floor()
     offset = torch.where(offset * step > low, offset - 1, offset)  # the quotient was rounded
@@ -296,9 +296,9 @@ def _refine(inverse: Tensor, scale: Tensor) -> Tensor:
     return rounded + rounded * (1 - scale * rounded)
 
 
-def _round_up(x: Tensor, places: int) -> Tensor:
-    """Return finite fp32 ``x >= 0`` rounded up to a number whose last ``places`` bits are zero."""
-    bits: Tensor = (x.view(torch.int32) + (2**places - 1)) & -(2**places)
+def _round_up(x: Tensor) -> Tensor:
+    """Return finite fp32 ``x >= 0`` rounded up to a number with 3 bits of mantissa, whose last 20 bits are zero."""
+    bits: Tensor = (x.view(torch.int32) + (2**20 - 1)) & -(2**20)
     return bits.view(torch.float32)
 
 
