@@ -58,6 +58,7 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes, split
+from lightning_actprune.codec.layout import is_channels_last
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
@@ -397,11 +398,6 @@ def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tens
 
 
 # === Dimensions in the order of memory ================================================================================
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Return True if ``x [N, C, ...]`` is contiguous with its channels as the last dimension."""
-    return x.movedim(1, -1).is_contiguous()
 
 
 def reads_last(x: Tensor, groups: int) -> bool:

@@ -53,6 +53,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
+from lightning_actprune.codec.layout import is_channels_last
 from lightning_actprune.codec.pack_cache import get_or_pack
 from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator
@@ -184,7 +185,7 @@ def without_gaps(x: Tensor) -> Tensor:
 
     torch's convolution copies an input with gaps too, such as one half of the channels.
     """
-    if x.is_contiguous() or _channels_last(x):
+    if x.is_contiguous() or is_channels_last(x):
         return x
     if x.stride(1) == 1:
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -206,12 +207,6 @@ def rows_of(x: Tensor, block_size: int, topk_over: TopkGroup) -> Tensor:
         if ceil_div(values, block_size) <= MAX_COLUMNS:
             return memory.reshape(x.shape[0], 1, values)
     return memory.flatten(1, -2)
-
-
-def _channels_last(x: Tensor) -> bool:
-    if x.dim() == 4:  # avoids a view, which takes the host longer
-        return x.is_contiguous(memory_format=torch.channels_last)
-    return x.movedim(1, -1).is_contiguous()
 
 
 # === Launches: how kernels pack and unpack inputs of one layout =======================================================
