@@ -610,14 +610,6 @@ def channel_norm(
     return output[0]
 
 
-def frozen_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, Tensor], eps: float
-) -> Tensor:
-    """Return ``x [N, C, ...]`` normalised with constant mean, variance and weight."""
-    y: Tensor = FrozenBatchNormFunction.apply(x, weight, bias, *statistics, eps)
-    return y
-
-
 @torch.no_grad()
 def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> None:
     """Move the running statistics towards those of a batch.
@@ -710,7 +702,7 @@ class CompressedBatchNorm(CompressedNorm):
         if mean is None or var is None:
             return channel_norm(x, weight, bias, setting, dtype)
         if weight is None or not weight.requires_grad:
-            return frozen_batch_norm(x, weight, bias, (mean, var), self.eps)
+            return cast(Tensor, FrozenBatchNormFunction.apply(x, weight, bias, mean, var, self.eps))
         fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
         return channel_norm(x, weight, bias, setting, dtype, fixed=fixed)
 
