@@ -292,16 +292,6 @@ def windows_of(layer: Convolution) -> Windows:
     return Windows(layer.stride, padding, layer.dilation, False, (0,) * len(layer.stride), layer.groups)
 
 
-def padding_refusal(layer: Convolution) -> str | None:
-    """Return the reason not to compress a convolution with this padding, or ``None``."""
-    if layer.padding_mode != "zeros":
-        return f"is {layer.padding_mode!r}, of which torch keeps a padded copy"
-    sizes = zip(layer.dilation, layer.kernel_size, strict=True)
-    if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in sizes):
-        return "is 'same' with an even number of weights, of which torch keeps a padded copy"
-    return None
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Return True if ``module`` is a transposed convolution, which stays dense."""
     return isinstance(module, Transposed)
@@ -328,8 +318,12 @@ class CompressedConvolution(CompressedLayer, nn.Module):
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
         """Return the reason not to compress a convolution, or ``None``."""
-        padding = padding_refusal(layer)
-        return None if padding is None else f"its padding {padding}"
+        if layer.padding_mode != "zeros":
+            return f"its padding is {layer.padding_mode!r}, of which torch keeps a padded copy"
+        sizes = zip(layer.dilation, layer.kernel_size, strict=True)
+        if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in sizes):
+            return "its padding is 'same' with an even number of weights, of which torch keeps a padded copy"
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch ``[N, in_channels, *spatial]``, or of one sample."""
