@@ -148,11 +148,11 @@ def dequantize(values: Tensor, block_size: int, bits: int, dtype: torch.dtype) -
         return _read(values, block_size, bits, dtype)
     planes = [plane_bytes(block_size, plane) for plane in PLANES[bits]]
     parts = [*planes, values.shape[1] - HEADER_BYTES - sum(planes), HEADER_BYTES]
-    found = values.new_empty(len(values), block_size, dtype=dtype)
+    dense = values.new_empty(len(values), block_size, dtype=dtype)
     for first, piece in cut(values.flatten(), len(values), parts, max(1, PIECE // block_size)):
         read = _read(piece.view(-1, values.shape[1]), block_size, bits, dtype, first=first)
-        found[first : first + len(read)] = read
-    return found
+        dense[first : first + len(read)] = read
+    return dense
 
 
 def cut(joined: Tensor, count: int, parts: Sequence[int], most: int) -> Iterator[tuple[int, Tensor]]:
@@ -165,11 +165,11 @@ def cut(joined: Tensor, count: int, parts: Sequence[int], most: int) -> Iterator
         most: Things in a piece, at most.
     """
     for first in range(0, count, most):
-        last, start, found = min(first + most, count), 0, []
+        last, start, pieces = min(first + most, count), 0, []
         for size in parts:
-            found.append(joined[start + first * size : start + last * size])
+            pieces.append(joined[start + first * size : start + last * size])
             start += count * size
-        yield first, torch.cat(found)
+        yield first, torch.cat(pieces)
 
 
 def _read(values: Tensor, block_size: int, bits: int, dtype: torch.dtype, first: int | None = None) -> Tensor:

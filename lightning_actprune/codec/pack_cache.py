@@ -322,21 +322,21 @@ class Retainers:
     def add(self, storage: StorageWeakRef, name: Any, retainer: Any = None) -> None:
         """Note that ``retainer`` retains ``storage`` while it lives; with ``None``, ``name`` does forever."""
         address: int = storage.cdata
-        known = self._storages.setdefault(address, (storage, {}))[1]
-        known[name] = None if retainer is None else weakref.ref(retainer, partial(self._forget, address, name))
+        names = self._storages.setdefault(address, (storage, {}))[1]
+        names[name] = None if retainer is None else weakref.ref(retainer, partial(self._forget, address, name))
 
     def find(self, address: int, name: Any) -> Any:
         """Return the retainer called ``name`` of the storage, or ``None``."""
-        known = self._storages.get(address)
-        reference = None if known is None else known[1].get(name)
+        entry = self._storages.get(address)
+        reference = None if entry is None else entry[1].get(name)
         return None if reference is None else reference()
 
     def all_of(self, address: int) -> list[Any]:
         """Return all live retainers of the storage."""
-        known = self._storages.get(address)
-        references = () if known is None else tuple(known[1].values())
-        found = (None if reference is None else reference() for reference in references)
-        return [retainer for retainer in found if retainer is not None]
+        entry = self._storages.get(address)
+        references = () if entry is None else tuple(entry[1].values())
+        retainers = (None if reference is None else reference() for reference in references)
+        return [retainer for retainer in retainers if retainer is not None]
 
     def first_name(self, address: int) -> Any:
         """Return the name of the storage's first retainer."""
@@ -344,14 +344,14 @@ class Retainers:
 
     def copy(self) -> Retainers:
         """Return an independent copy for a trial; it does not forget retainers that die."""
-        made = Retainers()
-        made._storages = {address: (storage, dict(names)) for address, (storage, names) in self._storages.items()}
-        return made
+        trial = Retainers()
+        trial._storages = {address: (storage, dict(names)) for address, (storage, names) in self._storages.items()}
+        return trial
 
     def _forget(self, address: int, name: Any, reference: weakref.ref[Any]) -> None:
         """Remove a dead retainer, unless another one has taken its name."""
-        known = self._storages.get(address)
-        if known is not None and known[1].get(name) is reference:
-            del known[1][name]
-            if not known[1]:
+        entry = self._storages.get(address)
+        if entry is not None and entry[1].get(name) is reference:
+            del entry[1][name]
+            if not entry[1]:
                 del self._storages[address]

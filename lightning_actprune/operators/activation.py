@@ -428,12 +428,12 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     lost = codes[rows * sum(planes) :]
     if not formats.errs_again(stored.bits, count):
         return _multiply(grad, codes, lost, stored, dtype)
-    found, each = torch.empty_like(grad, dtype=dtype), max(RUN, formats.PIECE // RUN * RUN)
+    product, each = torch.empty_like(grad, dtype=dtype), max(RUN, formats.PIECE // RUN * RUN)
     for first, piece in formats.cut(codes, rows, planes, each // ROW):
         part = slice(first * ROW, first * ROW + each)
         flags = lost[part.start // RUN : part.stop // RUN]
-        found[part] = _multiply(grad[part], piece, flags, stored, dtype, first=first)
-    return found
+        product[part] = _multiply(grad[part], piece, flags, stored, dtype, first=first)
+    return product
 
 
 def _multiply(

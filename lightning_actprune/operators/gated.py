@@ -423,8 +423,8 @@ class CompressedProduct(CompressedGated):
     @property
     def traced(self) -> Traced:
         """Marked if the function is smooth: the inputs of the product are marked then, not that of the module."""
-        known = _is_known(getattr(self, self.replaced))
-        return "marked" if known and self._stored()[0].function in SMOOTH else "own"
+        is_known = _is_known(getattr(self, self.replaced))
+        return "marked" if is_known and self._stored()[0].function in SMOOTH else "own"
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
