@@ -71,7 +71,7 @@ class LayerState:
         blocks = Blocks(keep.block_size, keep.topk_over, keep.stored_bits, keep.selection)
         turned: TopkGroup = "sample_second" if keep.topk_over == "sample" else "token"
         object.__setattr__(self, "blocks", blocks)
-        object.__setattr__(self, "turned_blocks", Blocks(keep.block_size, turned, keep.stored_bits, keep.selection))
+        object.__setattr__(self, "turned_blocks", blocks._replace(topk_over=turned))
         parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "drops", self.sparsity > 0 or self.highest > 0)
