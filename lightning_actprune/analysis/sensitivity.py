@@ -41,7 +41,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_actprune.analysis.recorder import eager_stance, input_layers, is_expanded
 from lightning_actprune.analysis.second_backward import square_of
 from lightning_actprune.codec.blocks import BlockGeometry, block_and_keep, split_blocks, stored_view
-from lightning_actprune.codec.dispatch import autocast_dtype, cast, cast_input, in_plain_eager_mode
+from lightning_actprune.codec.dispatch import autocast_dtype, cast_as_autocast, cast_input, in_plain_eager_mode
 from lightning_actprune.codec.formats import row_bytes, scale_of
 from lightning_actprune.codec.private import DYNAMO, FOR_BACKWARD, require
 from lightning_actprune.config import BITS, Config, Keep, check_model, check_share
@@ -179,11 +179,9 @@ def _squared_errors(stored: Tensor, block_size: int) -> Tensor:
 
 def _sum_windows(errors: Tensor, layer: Convolution) -> Tensor:
     """Return the sum in the window of each output, ``[N, C, *spatial] -> [N * groups * outputs]``."""
-    stride, padding, dilation, groups = windows_of(layer)
-    ones = errors.new_ones(groups, errors.shape[1] // groups, *layer.kernel_size)
-    none = (0,) * len(stride)
+    ones = errors.new_ones(layer.groups, errors.shape[1] // layer.groups, *layer.kernel_size)
     with torch.autocast(errors.device.type, enabled=False):  # small errors are zero in fp16
-        return torch.convolution(errors, ones, None, stride, padding, dilation, False, none, groups).flatten()
+        return torch.convolution(errors, ones, None, *windows_of(layer)).flatten()
 
 
 def _squares_of_rows(grad_y: Tensor, layer: nn.Module) -> Tensor:
@@ -342,7 +340,7 @@ class ErrorWatcher:
         layer, autocast, shape = measured.layer, autocast_dtype(x), y.shape
         x = x.detach()
         if isinstance(layer, Convolution):
-            x = x if autocast is None else cast(x, autocast)
+            x = x if autocast is None else cast_as_autocast(x, autocast)
             x = x.unsqueeze(0) if x.dim() < layer.weight.dim() else x
             shape = shape if len(shape) == x.dim() else torch.Size((1, *shape))
         else:

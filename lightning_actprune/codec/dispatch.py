@@ -420,7 +420,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype=dtype)
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast as autocast to ``dtype`` does, which leaves fp64 alone."""
     return x if x.dtype == torch.float64 else as_dtype(x, dtype)
 
@@ -432,7 +432,7 @@ def cast_input(x: Tensor, dtype: torch.dtype | None, block_size: int) -> Tensor:
     turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
     if turns and x.dtype not in (dtype, torch.float64):
         return x.to(dtype=dtype, memory_format=torch.contiguous_format)
-    return cast(x, dtype)
+    return cast_as_autocast(x, dtype)
 
 
 # === The frame of autograd functions ==================================================================================

@@ -128,7 +128,7 @@ def row_bytes(block_size: int, bits: int, itemsize: int) -> int:
 def scale_of(low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Return the scales of blocks with these extremes, fp32; NaN for a block that is read as NaN."""
     need = _need(low, high, bits)
-    scale = _round_up(need.clamp(max=MOST_SCALE), 20).clamp(min=LEAST_SCALE)
+    scale = _round_up(need.clamp(max=MOST_SCALE)).clamp(min=LEAST_SCALE)
     return torch.where(need <= MOST_SCALE, torch.where(need > 0, scale, 0.0), torch.nan)
 
 
@@ -148,11 +148,11 @@ def dequantize(values: Tensor, block_size: int, bits: int, dtype: torch.dtype) -
         return _read(values, block_size, bits, dtype)
     planes = [plane_bytes(block_size, plane) for plane in PLANES[bits]]
     parts = [*planes, values.shape[1] - HEADER_BYTES - sum(planes), HEADER_BYTES]
-    found = values.new_empty(len(values), block_size, dtype=dtype)
+    dense = values.new_empty(len(values), block_size, dtype=dtype)
     for first, piece in cut(values.flatten(), len(values), parts, max(1, PIECE // block_size)):
         read = _read(piece.view(-1, values.shape[1]), block_size, bits, dtype, first=first)
-        found[first : first + len(read)] = read
-    return found
+        dense[first : first + len(read)] = read
+    return dense
 
 
 def cut(joined: Tensor, count: int, parts: Sequence[int], most: int) -> Iterator[tuple[int, Tensor]]:
@@ -165,11 +165,11 @@ def cut(joined: Tensor, count: int, parts: Sequence[int], most: int) -> Iterator
         most: Things in a piece, at most.
     """
     for first in range(0, count, most):
-        last, start, found = min(first + most, count), 0, []
+        last, start, pieces = min(first + most, count), 0, []
         for size in parts:
-            found.append(joined[start + first * size : start + last * size])
+            pieces.append(joined[start + first * size : start + last * size])
             start += count * size
-        yield first, torch.cat(found)
+        yield first, torch.cat(pieces)
 
 
 def _read(values: Tensor, block_size: int, bits: int, dtype: torch.dtype, first: int | None = None) -> Tensor:
@@ -251,7 +251,7 @@ def _codes(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     need = _need(low, high, bits)
     finite = need <= MOST_SCALE
     low, need = torch.where(finite, low, 0.0), torch.where(finite, need, 0.0)
-    scale = _round_up(need, 20).clamp(min=LEAST_SCALE)
+    scale = _round_up(need).clamp(min=LEAST_SCALE)
     inverse, step = _refine(1 / scale, scale), scale * (most / STEPS)
     offset = (low * inverse * STEPS_OF[bits]).floor()
     offset = torch.where(offset * step > low, offset - 1, offset)  # the quotient was rounded
@@ -296,9 +296,9 @@ def _refine(inverse: Tensor, scale: Tensor) -> Tensor:
     return rounded + rounded * (1 - scale * rounded)
 
 
-def _round_up(x: Tensor, places: int) -> Tensor:
-    """Return finite fp32 ``x >= 0`` rounded up to a number whose last ``places`` bits are zero."""
-    bits: Tensor = (x.view(torch.int32) + (2**places - 1)) & -(2**places)
+def _round_up(x: Tensor) -> Tensor:
+    """Return finite fp32 ``x >= 0`` rounded up to a number with 3 bits of mantissa, whose last 20 bits are zero."""
+    bits: Tensor = (x.view(torch.int32) + (2**20 - 1)) & -(2**20)
     return bits.view(torch.float32)
 
 

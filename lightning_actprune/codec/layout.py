@@ -48,6 +48,13 @@ class Run(NamedTuple):
         return product, True
 
 
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Return True if ``x [N, C, ...]`` is contiguous with its channels as the last dimension."""
+    if x.dim() == 4:  # avoids a view, which takes the host longer
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.movedim(1, -1).is_contiguous()
+
+
 def memory_order(strides: Sequence[Size]) -> list[int]:
     """Return the dimensions of a dense tensor in the order of memory, outermost first.
 

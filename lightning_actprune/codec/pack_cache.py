@@ -230,11 +230,11 @@ def remember_output(
 
 def remember_copy(copy: Tensor, x: Tensor) -> None:
     """Let linear layers that read ``copy``, a contiguous copy of the transposed ``x``, find how ``x`` is stored."""
-    entry = _entry_of(x)
+    entry, y = _entry_of(x), x if x._base is None else x._base
     output = None if entry is None else entry.output
-    if entry is None or output is None or output.order != "rows" or output.dtype != x.dtype or len(output.shape) != 3:
+    if output is None or output.order != "rows" or output.dtype != x.dtype or len(output.shape) != 3:
         return
-    if not _is_swapped(x, entry, 0, 1) or not _is_current(output, x):
+    if not _is_swapped(x, y, 0, 1) or not _is_current(output, x):
         return
     versions = *_state(copy), *output.versions[2:]
     _new_entry(copy).output = output._replace(order="samples_second", versions=versions)
@@ -248,9 +248,9 @@ def find_output(x: Tensor, parts: int, blocks: Blocks, dtype: torch.dtype) -> tu
     entry = None if parts or dtype == torch.float16 else _entry_of(x)
     output = None if entry is None else entry.output
     # The output needs more bits than the settings ask for: its errors may exceed those of a pack of the input.
-    if entry is None or output is None or not 0 < blocks.bits < output.bits or output.block > blocks.block_size:
+    if output is None or not 0 < blocks.bits < output.bits or output.block > blocks.block_size:
         return None
-    order = output.order if entry.tensor() is x else _order(x, entry, output)
+    order = output.order if x._base is None else _order(x, x._base, output)
     values = live(output.values)
     if order is None or values is None or not _is_current(output, x) or _is_kept_by_others():
         return None
@@ -279,21 +279,17 @@ def _state(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x._version, x.data_ptr())
 
 
-def _order(x: Tensor, entry: _Entry, output: _Output) -> Order | None:
-    """Return the order of the rows of the view ``x`` in its base, or ``None`` for any other view."""
-    y = entry.tensor()
-    if y is None or output.order != "rows" or x.dtype != output.dtype or x.numel() != y.numel():
+def _order(x: Tensor, y: Tensor, output: _Output) -> Order | None:
+    """Return the order of the rows of ``x``, a view of ``y``, in ``y``, or ``None`` for any other view."""
+    if output.order != "rows" or x.dtype != output.dtype or x.numel() != y.numel():
         return None
     if x.shape[-1] == y.shape[-1] and x.is_contiguous() and y.is_contiguous():
         return "rows"
-    return "columns" if y.dim() == 3 and _is_swapped(x, entry, 1, 2) else None
+    return "columns" if y.dim() == 3 and _is_swapped(x, y, 1, 2) else None
 
 
-def _is_swapped(x: Tensor, entry: _Entry, first: int, second: int) -> bool:
-    """Return True if ``x`` is the three-dimensional tensor of ``entry`` with two dimensions swapped."""
-    y = entry.tensor()
-    if y is None:
-        return False
+def _is_swapped(x: Tensor, y: Tensor, first: int, second: int) -> bool:
+    """Return True if ``x`` is the three-dimensional ``y`` with two dimensions swapped."""
     order = [0, 1, 2]
     order[first], order[second] = second, first
     return x.shape == tuple([y.shape[dim] for dim in order]) and x.stride() == tuple([y.stride(dim) for dim in order])
@@ -326,21 +322,21 @@ class Retainers:
     def add(self, storage: StorageWeakRef, name: Any, retainer: Any = None) -> None:
         """Note that ``retainer`` retains ``storage`` while it lives; with ``None``, ``name`` does forever."""
         address: int = storage.cdata
-        known = self._storages.setdefault(address, (storage, {}))[1]
-        known[name] = None if retainer is None else weakref.ref(retainer, partial(self._forget, address, name))
+        names = self._storages.setdefault(address, (storage, {}))[1]
+        names[name] = None if retainer is None else weakref.ref(retainer, partial(self._forget, address, name))
 
     def find(self, address: int, name: Any) -> Any:
         """Return the retainer called ``name`` of the storage, or ``None``."""
-        known = self._storages.get(address)
-        reference = None if known is None else known[1].get(name)
+        entry = self._storages.get(address)
+        reference = None if entry is None else entry[1].get(name)
         return None if reference is None else reference()
 
     def all_of(self, address: int) -> list[Any]:
         """Return all live retainers of the storage."""
-        known = self._storages.get(address)
-        references = () if known is None else tuple(known[1].values())
-        found = (None if reference is None else reference() for reference in references)
-        return [retainer for retainer in found if retainer is not None]
+        entry = self._storages.get(address)
+        references = () if entry is None else tuple(entry[1].values())
+        retainers = (None if reference is None else reference() for reference in references)
+        return [retainer for retainer in retainers if retainer is not None]
 
     def first_name(self, address: int) -> Any:
         """Return the name of the storage's first retainer."""
@@ -348,14 +344,14 @@ class Retainers:
 
     def copy(self) -> Retainers:
         """Return an independent copy for a trial; it does not forget retainers that die."""
-        made = Retainers()
-        made._storages = {address: (storage, dict(names)) for address, (storage, names) in self._storages.items()}
-        return made
+        trial = Retainers()
+        trial._storages = {address: (storage, dict(names)) for address, (storage, names) in self._storages.items()}
+        return trial
 
     def _forget(self, address: int, name: Any, reference: weakref.ref[Any]) -> None:
         """Remove a dead retainer, unless another one has taken its name."""
-        known = self._storages.get(address)
-        if known is not None and known[1].get(name) is reference:
-            del known[1][name]
-            if not known[1]:
+        entry = self._storages.get(address)
+        if entry is not None and entry[1].get(name) is reference:
+            del entry[1][name]
+            if not entry[1]:
                 del self._storages[address]

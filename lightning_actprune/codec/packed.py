@@ -331,15 +331,12 @@ def _pack_fake(
     x: Tensor, block_size: int, keep: int, bits: int = 0, selection: str = "largest"
 ) -> tuple[Tensor, Tensor, Tensor]:
     samples, rows, length = x.shape
-    competing = rows * ceil_div(length, block_size)
-    kept, words, runs = samples * keep, ceil_div(competing, WORD_BLOCKS), ceil_div(competing, RUN_BLOCKS)
-    if keeps_all(keep):
-        kept, words, runs = samples * competing, 0, 0
-    row = formats.row_bytes(block_size, bits, 0) if bits else block_size
+    kept, row = kept_blocks(x.shape, block_size, keep), formats.row_bytes(block_size, bits, 0) if bits else block_size
+    competing = 0 if keeps_all(keep) else rows * ceil_div(length, block_size)
     return (
         x.new_empty(kept, row, dtype=torch.uint8 if bits else x.dtype),
-        x.new_empty(samples, words, dtype=torch.int32),
-        x.new_empty(samples, runs, dtype=torch.int32),
+        x.new_empty(samples, ceil_div(competing, WORD_BLOCKS), dtype=torch.int32),
+        x.new_empty(samples, ceil_div(competing, RUN_BLOCKS), dtype=torch.int32),
     )
 
 
@@ -359,8 +356,7 @@ def _unpack_fake(
 
 @torch.library.register_fake("actprune::quantize", lib=LIBRARY)
 def _quantize_fake(x: Tensor, block_size: int, bits: int) -> Tensor:
-    samples, rows, length = x.shape
-    kept = samples * rows * ceil_div(length, block_size)
+    kept = kept_blocks(x.shape, block_size, ALL_BLOCKS)
     return x.new_empty(kept, formats.row_bytes(block_size, bits, 0), dtype=torch.uint8)
 
 

@@ -187,10 +187,6 @@ class StoredMask(NamedTuple):
 
     factor: float
 
-    def exact(self) -> bool:
-        """Return True: one bit is exact."""
-        return True
-
     def planes(self) -> tuple[int, ...]:
         """Return the bits of each plane."""
         return ONE_BIT
@@ -432,26 +428,20 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     lost = codes[rows * sum(planes) :]
     if not formats.errs_again(stored.bits, count):
         return _multiply(grad, codes, lost, stored, dtype)
-    found, each = torch.empty_like(grad, dtype=dtype), max(RUN, formats.PIECE // RUN * RUN)
+    product, each = torch.empty_like(grad, dtype=dtype), max(RUN, formats.PIECE // RUN * RUN)
     for first, piece in formats.cut(codes, rows, planes, each // ROW):
         part = slice(first * ROW, first * ROW + each)
         flags = lost[part.start // RUN : part.stop // RUN]
-        found[part] = _multiply(grad[part], piece, flags, stored, dtype, first=first)
-    return found
+        product[part] = _multiply(grad[part], piece, flags, stored, dtype, first=first)
+    return product
 
 
 def _multiply(
     grad: Tensor, codes: Tensor, lost: Tensor, stored: StoredDerivative, dtype: torch.dtype, first: int | None = None
 ) -> Tensor:
-    """Return ``dx``; derivatives have one more error if ``first`` says how many rows are before these.
+    """Return ``dx`` from the planes of ``codes``, and from ``lost``, a byte for each run that is not 0 if it is lost.
 
-    Args:
-        grad: The gradient ``[N]``.
-        codes: Planes of its codes.
-        lost: Whether each run is lost, ``uint8``.
-        stored: How derivatives are stored.
-        dtype: Type of the result.
-        first: See above.
+    Derivatives have one more error if ``first`` says how many rows are before these.
     """
     count = grad.shape[0]
     rows = ceil_div(count, ROW)
@@ -683,17 +673,13 @@ class CompressedActivation(CompressedLayer):
 
     def describe(self) -> str:
         """Return the bits; there are no blocks."""
-        return f"bits={self.bits}"
+        return "" if self.one_bit else f"bits={self.bits}"
 
 
 class ExactActivation(CompressedActivation):
     """Mixin of functions whose derivative takes two values: one bit for any setting of bits."""
 
     one_bit = True
-
-    def describe(self) -> str:
-        """Return "": there are no settings to show."""
-        return ""
 
 
 class CompressedGELU(CompressedActivation, nn.GELU):
@@ -795,10 +781,6 @@ class CompressedDropout(CompressedLayer, nn.Dropout):
         if not self.training or not keeps_mask(input, self.p):
             return super().forward(input)
         return cast(Tensor, _dropout(input, self.p, self.inplace))
-
-    def describe(self) -> str:
-        """Return "": dropout has no settings to show."""
-        return ""
 
 
 class ForeignActivation(CompressedActivation):

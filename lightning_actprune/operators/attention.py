@@ -104,15 +104,15 @@ def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) 
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() or not watchers:
         return weight.linear(x, bias)
-    told = tuple(watchers)  # a copy, because other threads add and remove theirs
-    for watcher in told:
+    observers = tuple(watchers)  # a copy, because other threads add and remove theirs
+    for watcher in observers:
         watcher.enter_projection(weight, x)
     y = None
     try:
         y = weight.linear(x, bias)
         return y
     finally:
-        for watcher in told:
+        for watcher in observers:
             watcher.leave_projection(weight, y)
 
 
@@ -181,14 +181,14 @@ _SIZE = 2
 
 def _try_attention(function: Callable[..., Any], inputs: tuple[int, ...], projected: bool) -> Tensor:
     """Return the result of ``function`` for two small inputs, with projections or plain weights."""
-    given = torch.arange(6.0 * _SIZE, device="cpu").sin().view(2, 3, 1, _SIZE)
+    tensors = torch.arange(6.0 * _SIZE, device="cpu").sin().view(2, 3, 1, _SIZE)
     weights = torch.arange(4.0 * _SIZE * _SIZE, device="cpu").cos().view(4 * _SIZE, _SIZE)
-    made = [weights[: 3 * _SIZE], *torch.split(weights, _SIZE)]
-    joint, query, key, value, out = [Projection(None, weight, 1) if projected else weight for weight in made]  # type: ignore[arg-type]  # the layer only has settings
+    parts = [weights[: 3 * _SIZE], *torch.split(weights, _SIZE)]
+    joint, query, key, value, out = [Projection(None, weight, 1) if projected else weight for weight in parts]  # type: ignore[arg-type]  # the layer only has settings
     separate = inputs[0] != inputs[1] != inputs[2]
     options = {"q_proj_weight": query, "k_proj_weight": key, "v_proj_weight": value} if separate else {}
     head = _SIZE, 1, None if separate else joint, None, None, None, False, 0.0, out, None
-    y, _ = function(*[given[i] for i in inputs], *head, use_separate_proj_weight=separate, **options)
+    y, _ = function(*[tensors[i] for i in inputs], *head, use_separate_proj_weight=separate, **options)
     return cast(Tensor, y)
 
 
@@ -218,8 +218,6 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
 
     dense_class = nn.MultiheadAttention
     operator: ClassVar[Operator] = "linear"
-    projects: ClassVar[bool] = False
-    """True if the in-projection is compressed."""
     always_own = True  # the dense forward calls no projection
 
     @classmethod
@@ -250,7 +248,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
             "average_attn_weights": average_attn_weights,
             "is_causal": is_causal,
         }
-        weights = projection_weights(self) if self.projects else ()
+        weights = projection_weights(self) if isinstance(self, CompressedMultiheadAttention) else ()
         if isinstance(self.out_proj, CompressedLinear):
             weights = (*weights, self.out_proj.weight)
         is_kept = any(weight.requires_grad for weight in weights)
@@ -304,7 +302,6 @@ class CompressedMultiheadAttention(CompressedLinear, RoutedMultiheadAttention):
     """
 
     dense_class = RoutedMultiheadAttention
-    projects = True
 
     def describe(self) -> str:
         """Return the settings of the in-projection."""

@@ -27,7 +27,7 @@ from lightning_actprune.compiled.marks import mark_input, mark_output
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.offload import offload_packed
 from lightning_actprune.operators.tensor_parallel import forward_dtensor, has_dtensor_parameters
-from lightning_actprune.schedules import SparsitySchedule, check_sparsity
+from lightning_actprune.schedules import check_sparsity
 
 Marks = tuple[str, str, int, bool]
 """The text of the mark of an input (``compiled.marks``), empty for none; that for an input of few rows; how many rows
@@ -71,7 +71,7 @@ class LayerState:
         blocks = Blocks(keep.block_size, keep.topk_over, keep.stored_bits, keep.selection)
         turned: TopkGroup = "sample_second" if keep.topk_over == "sample" else "token"
         object.__setattr__(self, "blocks", blocks)
-        object.__setattr__(self, "turned_blocks", Blocks(keep.block_size, turned, keep.stored_bits, keep.selection))
+        object.__setattr__(self, "turned_blocks", blocks._replace(topk_over=turned))
         parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "drops", self.sparsity > 0 or self.highest > 0)
@@ -302,10 +302,17 @@ class CompressedLayer(Converted):
         return "_is_fsdp_managed_module" not in self.__dict__
 
     def describe(self) -> str:
-        """Return the settings as a printed module shows them."""
+        """Return the settings as a printed module shows them, "" for a layer that has none."""
+        if self.one_bit or not self.stores:
+            return ""
         if not self.drops_blocks:
             return f"bits={self.bits}, block_size={self.block_size}"
-        return describe_blocks(self.keep, self.sparsity)
+        keep = self.keep
+        shown = [] if keep.bits is None else [f"bits={keep.bits}"]
+        shown += [f"sparsity={self.sparsity:g}", f"block_size={keep.block_size}"]
+        shown += [] if keep.topk_over == "sample" else [f"topk_over={keep.topk_over!r}"]
+        shown += [] if keep.selection == "largest" else [f"selection={keep.selection!r}"]
+        return ", ".join(shown)
 
     def extra_repr(self) -> str:
         """Return what the dense module prints, and the settings."""
@@ -325,16 +332,6 @@ class CompressedLayer(Converted):
         if weight is not None and weight.device != x.device:
             return False
         return x.is_floating_point() and x.shape[-len(shape) :] == shape
-
-
-def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
-    """Return the settings of blocks that are not defaults."""
-    shown = [] if keep.bits is None else [f"bits={keep.bits}"]
-    shown += [f"sparsity={sparsity:g}" if isinstance(sparsity, float) else f"sparsity={sparsity!r}"]
-    shown += [f"block_size={keep.block_size}"]
-    shown += [] if keep.topk_over == "sample" else [f"topk_over={keep.topk_over!r}"]
-    shown += [] if keep.selection == "largest" else [f"selection={keep.selection!r}"]
-    return ", ".join(shown)
 
 
 def refuse_dtensors(x: Tensor) -> None:

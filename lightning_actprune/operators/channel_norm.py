@@ -58,6 +58,7 @@ from lightning_actprune.codec.dispatch import (
     once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes, split
+from lightning_actprune.codec.layout import is_channels_last
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, check_storable, pack_all, unpack_all
 from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
@@ -399,11 +400,6 @@ def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tens
 # === Dimensions in the order of memory ================================================================================
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Return True if ``x [N, C, ...]`` is contiguous with its channels as the last dimension."""
-    return x.movedim(1, -1).is_contiguous()
-
-
 def reads_last(x: Tensor, groups: int) -> bool:
     """Return True if ``x [N, C, ...]`` is read with channels last; otherwise it is made contiguous.
 
@@ -614,14 +610,6 @@ def channel_norm(
     return output[0]
 
 
-def frozen_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, Tensor], eps: float
-) -> Tensor:
-    """Return ``x [N, C, ...]`` normalised with constant mean, variance and weight."""
-    y: Tensor = FrozenBatchNormFunction.apply(x, weight, bias, *statistics, eps)
-    return y
-
-
 @torch.no_grad()
 def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> None:
     """Move the running statistics towards those of a batch.
@@ -714,7 +702,7 @@ class CompressedBatchNorm(CompressedNorm):
         if mean is None or var is None:
             return channel_norm(x, weight, bias, setting, dtype)
         if weight is None or not weight.requires_grad:
-            return frozen_batch_norm(x, weight, bias, (mean, var), self.eps)
+            return cast(Tensor, FrozenBatchNormFunction.apply(x, weight, bias, mean, var, self.eps))
         fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
         return channel_norm(x, weight, bias, setting, dtype, fixed=fixed)
 
@@ -838,10 +826,6 @@ class CompressedResNetBlock(CompressedLayer):
     bn2: nn.Module
     relu: nn.Module
     downsample: nn.Module | None
-
-    def describe(self) -> str:
-        """Return "": the norms and the activation function show their own settings."""
-        return ""
 
     def added(self, branch: Tensor, x: Tensor) -> Tensor:
         """Add ``x``, or its downsampled copy, to ``branch`` in place, and return the ReLU of the sum."""

@@ -70,11 +70,11 @@ def _copy_leaf(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any
     if id(leaf) in copies or len(copies) >= _MOST_OBJECTS:
         return copies.get(id(leaf), (leaf, leaf))[0]
     try:
-        made = copy.copy(leaf)
+        duplicate = copy.copy(leaf)
     except Exception:  # an object that cannot be copied may raise anything
-        made = leaf
-    copies[id(leaf)] = made, leaf
-    for name in _names(leaf) if made is not leaf else ():
+        duplicate = leaf
+    copies[id(leaf)] = duplicate, leaf
+    for name in _names(leaf) if duplicate is not leaf else ():
         value = tree_map_only(object, partial(_copy_leaf, change, copies), getattr(leaf, name))
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(duplicate, name, value)
+    return duplicate

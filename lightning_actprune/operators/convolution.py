@@ -47,12 +47,13 @@ from lightning_actprune.codec.dispatch import (
     TensorKey,
     as_dtype,
     autocast_dtype,
+    cast_as_autocast,
     forced_backend,
     make_apply,
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.dispatch import cast as cast_as_autocast
+from lightning_actprune.codec.layout import is_channels_last
 from lightning_actprune.codec.pack_cache import get_or_pack
 from lightning_actprune.codec.packed import Packed, kept_blocks, pack, traced_pack
 from lightning_actprune.config import Operator
@@ -65,18 +66,22 @@ Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
 
 
 class Windows(NamedTuple):
-    """Window of the input from which a convolution computes each output.
+    """Windows of the input from which a convolution computes its outputs, as torch's operators take them.
 
     Args:
         stride: Steps from output to output, by dimension.
         padding: Zeros before and after, by dimension.
         dilation: Steps from weight to weight, by dimension.
+        transposed: False: transposed convolutions stay dense.
+        output_padding: Zeros, for the same reason.
         groups: Number of groups of channels that are convolved separately.
     """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
     groups: int
 
 
@@ -123,8 +128,7 @@ class ConvolutionFunction(torch.autograd.Function):
         if autocast is not None:
             weight = cast_as_autocast(weight, autocast)
             bias = None if bias is None else cast_as_autocast(bias, autocast)
-        stride, padding, dilation, groups = windows
-        return torch.convolution(x_read, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
+        return torch.convolution(x_read, weight, bias, *windows)
 
     @staticmethod
     @once_differentiable("a convolution that keeps its input compressed")
@@ -138,9 +142,8 @@ class ConvolutionFunction(torch.autograd.Function):
             x_hat = ctx.launch.unpacked(tensors)
         else:
             x_hat = Packed(tuple(tensors), *ctx.layout).unpack(dtype, eager).contiguous().as_strided(shape, strides)
-        stride, padding, dilation, groups = ctx.windows
-        moves = stride, padding, dilation, False, (0,) * len(stride), groups
-        grads = _convolution_backward(grad_output, x_hat, as_dtype(weight, dtype), ctx.bias_sizes, *moves, needed)
+        weight = as_dtype(weight, dtype)
+        grads = _convolution_backward(grad_output, x_hat, weight, ctx.bias_sizes, *ctx.windows, needed)
         return tuple(
             [as_dtype(g, dtype) if wanted else None for g, dtype, wanted in zip(grads, ctx.dtypes, needed, strict=True)]
         )
@@ -182,7 +185,7 @@ def without_gaps(x: Tensor) -> Tensor:
 
     torch's convolution copies an input with gaps too, such as one half of the channels.
     """
-    if x.is_contiguous() or _channels_last(x):
+    if x.is_contiguous() or is_channels_last(x):
         return x
     if x.stride(1) == 1:
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -204,12 +207,6 @@ def rows_of(x: Tensor, block_size: int, topk_over: TopkGroup) -> Tensor:
         if ceil_div(values, block_size) <= MAX_COLUMNS:
             return memory.reshape(x.shape[0], 1, values)
     return memory.flatten(1, -2)
-
-
-def _channels_last(x: Tensor) -> bool:
-    if x.dim() == 4:  # avoids a view, which takes the host longer
-        return x.is_contiguous(memory_format=torch.channels_last)
-    return x.movedim(1, -1).is_contiguous()
 
 
 # === Launches: how kernels pack and unpack inputs of one layout =======================================================
@@ -281,23 +278,9 @@ def compressed_convolution(
 ) -> Tensor:
     """Convolve ``x``, a batch or one sample, and save it packed; to be called if ``compresses`` returns True."""
     check_input(x, weight)
-    if x.dim() == weight.dim() - 1:
-        y: Tensor = _convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks)
-        return y.squeeze(0)
-    made: Tensor = _convolution(x, weight, bias, windows, parts, blocks)
-    return made
-
-
-def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
-    """Return the weight gradient that backward of a convolution computes from ``x``, the unpacked input.
-
-    ``sizes`` is the shape of the weight, whose values are not needed.
-    """
-    stride, padding, dilation, groups = windows
-    moves = stride, padding, dilation, False, (0,) * len(stride), groups
-    grads = _convolution_backward(grad_y, x, x.new_empty(sizes), None, *moves, [False, True, False])
-    grad: Tensor = grads[1]
-    return grad
+    is_sample = x.dim() == weight.dim() - 1
+    y: Tensor = _convolution(x.unsqueeze(0) if is_sample else x, weight, bias, windows, parts, blocks)
+    return y.squeeze(0) if is_sample else y
 
 
 def windows_of(layer: Convolution) -> Windows:
@@ -306,17 +289,7 @@ def windows_of(layer: Convolution) -> Windows:
     if isinstance(padding, str):
         sizes = zip(layer.dilation, layer.kernel_size, strict=True)
         padding = tuple(0 if padding == "valid" else d * (k - 1) // 2 for d, k in sizes)
-    return Windows(layer.stride, padding, layer.dilation, layer.groups)
-
-
-def padding_refusal(layer: Convolution) -> str | None:
-    """Return the reason not to compress a convolution with this padding, or ``None``."""
-    if layer.padding_mode != "zeros":
-        return f"is {layer.padding_mode!r}, of which torch keeps a padded copy"
-    sizes = zip(layer.dilation, layer.kernel_size, strict=True)
-    if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in sizes):
-        return "is 'same' with an even number of weights, of which torch keeps a padded copy"
-    return None
+    return Windows(layer.stride, padding, layer.dilation, False, (0,) * len(layer.stride), layer.groups)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -345,8 +318,12 @@ class CompressedConvolution(CompressedLayer, nn.Module):
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
         """Return the reason not to compress a convolution, or ``None``."""
-        padding = padding_refusal(layer)
-        return None if padding is None else f"its padding {padding}"
+        if layer.padding_mode != "zeros":
+            return f"its padding is {layer.padding_mode!r}, of which torch keeps a padded copy"
+        sizes = zip(layer.dilation, layer.kernel_size, strict=True)
+        if layer.padding == "same" and any(d * (k - 1) % 2 for d, k in sizes):
+            return "its padding is 'same' with an even number of weights, of which torch keeps a padded copy"
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch ``[N, in_channels, *spatial]``, or of one sample."""

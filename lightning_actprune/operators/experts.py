@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from lightning_actprune.operators.base import CompressedLayer, Traced, torch_cla
 from lightning_actprune.operators.gated import CompressedGated, CompressedProduct
 
 _MODULE = "transformers.integrations.moe"
+"""Where ``use_experts_implementation`` makes the forward of a class."""
 
 
 # === Autograd =========================================================================================================
@@ -138,11 +139,6 @@ def why_gate_is_not_called(layer: Any) -> str | None:
     return f"its implementation {name!r} computes the gate itself; `model.set_experts_implementation('grouped_mm')`"
 
 
-def _is_decorated(forward: Any) -> TypeGuard[FunctionType]:
-    """Return True for the forward that ``use_experts_implementation`` makes."""
-    return isinstance(forward, FunctionType) and forward.__globals__.get("__name__") == _MODULE
-
-
 # === Classes covered ==================================================================================================
 
 _OTHER_GATES: dict[tuple[str, str], type[CompressedLayer]] = {
@@ -154,7 +150,7 @@ _OTHER_GATES: dict[tuple[str, str], type[CompressedLayer]] = {
 def find_mixin(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     """Return the mixin for a class of experts whose gate is known, or ``None`` for any other class."""
     forward = vars(cls).get("forward")
-    if not _is_decorated(forward):
+    if not isinstance(forward, FunctionType) or forward.__globals__.get("__name__") != _MODULE:
         return None
     if getattr(cls, "_apply_gate", None) is forward.__globals__.get("_default_apply_gate"):
         return CompressedExperts

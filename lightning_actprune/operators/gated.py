@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
 
 SEPARATE, GATE_FIRST, GATE_LAST = range(3)
-"""Layout of the gradients: two tensors, or the halves of one."""
+"""Layout of gate and factor, and of their gradients: two tensors, or the halves of one."""
 
 
 # === Stored factors ===================================================================================================
@@ -103,22 +103,6 @@ class StoredFactors(NamedTuple):
         return blocks, row_bytes(self.block_size, self.bits, 0)
 
 
-class Place(NamedTuple):
-    """Layout of gate and factor, and which of them needs a gradient.
-
-    Args:
-        layout: ``SEPARATE``, or which half of one tensor is the gate.
-        dim: The dimension that has the halves.
-        for_a: True if the gate needs a gradient.
-        for_u: True if the factor needs a gradient.
-    """
-
-    layout: int
-    dim: int
-    for_a: bool
-    for_u: bool
-
-
 # === Autograd =========================================================================================================
 
 
@@ -130,22 +114,24 @@ class GatedFunction(torch.autograd.Function):
         ctx: Any,
         a: Tensor,
         u: Tensor | None,
-        place: Place,
+        layout: int,
+        dim: int,
         function: StoredDerivative,
         block_size: int,
         dtype: torch.dtype,
         eager: bool,
     ) -> Tensor:
-        """Return the exact product; without ``u``, of the halves of ``a``."""
-        rows_a, rows_u, shape = _rows(a, u, place)  # [R, L] each
+        """Return the exact product; without ``u``, of the halves of ``a`` along ``dim``."""
+        rows_a, rows_u, shape = _rows(a, u, layout, dim)  # [R, L] each
         block = max(1, min(block_size, rows_a.shape[1]))
-        stored = StoredFactors(function.bits, block, place.for_a, place.for_u)
+        for_a, for_u = ctx.needs_input_grad[:2]
+        stored = StoredFactors(function.bits, block, for_a, for_u or u is None)
         check_storable(a, stored.bits, 2 * rows_a.shape[0] * ceil_div(rows_a.shape[1], block), block)
         if eager and (u is None or in_plain_eager_mode(u)):
             z, values = gate_eagerly(rows_a, rows_u, function, stored, dtype)
         else:
             z, values = gate(rows_a, rows_u, function, stored, dtype)
-        ctx.stored, ctx.layout, ctx.rows = stored, place.layout, rows_a.shape
+        ctx.stored, ctx.layout, ctx.rows = stored, layout, rows_a.shape
         ctx.shapes = a.shape, None if u is None else u.shape
         ctx.dtypes = a.dtype, rows_u.dtype
         ctx.save_for_backward(values)
@@ -168,17 +154,16 @@ class GatedFunction(torch.autograd.Function):
 _gated = make_apply(GatedFunction)
 
 
-def _rows(a: Tensor, u: Tensor | None, place: Place) -> tuple[Tensor, Tensor, list[int]]:
+def _rows(a: Tensor, u: Tensor | None, layout: int, dim: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return gate and factor as rows, and the shape of their product; contiguous tensors are not copied."""
     if u is not None:
         rows, length = math.prod(a.shape[:-1]), a.shape[-1]
         return a.reshape(rows, length), u.reshape(rows, length), list(a.shape)
-    dim = place.dim
     shape = [*a.shape[:dim], a.shape[dim] // 2, *a.shape[dim + 1 :]]
     length = math.prod(shape[dim:])
     joint = a.reshape(math.prod(shape[:dim]), 2 * length)
     first, second = joint[:, :length], joint[:, length:]
-    return (first, second, shape) if place.layout == GATE_FIRST else (second, first, shape)
+    return (first, second, shape) if layout == GATE_FIRST else (second, first, shape)
 
 
 def gate_eagerly(
@@ -379,11 +364,10 @@ def gated_product(
     for x in (a, u):
         check_input(x, function, exact=False)
     dtype = torch.promote_types(activated_dtype(a, function, widens), u.dtype)
-    place = Place(SEPARATE, a.dim() - 1, a.requires_grad, u.requires_grad)
     order = _find_order(a) if a.stride() == u.stride() else None
     if order is None:
-        return cast(Tensor, _gated(a, u, place, function, block_size, dtype))
-    z: Tensor = _gated(a.permute(order), u.permute(order), place, function, block_size, dtype)
+        return cast(Tensor, _gated(a, u, SEPARATE, -1, function, block_size, dtype))
+    z: Tensor = _gated(a.permute(order), u.permute(order), SEPARATE, -1, function, block_size, dtype)
     return z.permute(inverse_order(order))
 
 
@@ -401,9 +385,8 @@ def gated_halves(
     dim, layout = dim % x.dim(), GATE_FIRST if gate_first else GATE_LAST
     order = _find_order(x)
     if order is None:
-        return cast(Tensor, _gated(x, None, Place(layout, dim, True, True), function, block_size, dtype))
-    place = Place(layout, order.index(dim), True, True)
-    z: Tensor = _gated(x.permute(order), None, place, function, block_size, dtype)
+        return cast(Tensor, _gated(x, None, layout, dim, function, block_size, dtype))
+    z: Tensor = _gated(x.permute(order), None, layout, order.index(dim), function, block_size, dtype)
     return z.permute(inverse_order(order))
 
 
@@ -440,8 +423,8 @@ class CompressedProduct(CompressedGated):
     @property
     def traced(self) -> Traced:
         """Marked if the function is smooth: the inputs of the product are marked then, not that of the module."""
-        known = _is_known(getattr(self, self.replaced))
-        return "marked" if known and self._stored()[0].function in SMOOTH else "own"
+        is_known = _is_known(getattr(self, self.replaced))
+        return "marked" if is_known and self._stored()[0].function in SMOOTH else "own"
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:

@@ -52,6 +52,7 @@ from lightning_actprune.codec.dispatch import (
     TensorKey,
     as_dtype,
     autocast_dtype,
+    cast_as_autocast,
     cast_input,
     choose_backend,
     forced_backend,
@@ -61,18 +62,12 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
     once_differentiable,
 )
-from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.pack_cache import OutputLayout, find_output, get_or_pack
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, Packed, kept_blocks, traced_pack
 from lightning_actprune.codec.packed import pack as pack_blocks
 from lightning_actprune.config import Keep, Operator, Selection, TopkOver
 from lightning_actprune.operators.base import CompressedLayer, LayerState, refuse_dtensors
-from lightning_actprune.operators.weight_grad import (
-    as_input_rows,
-    dense_weight_grad,
-    packed_weight_grad,
-    weight_grad_behind_norm,
-)
+from lightning_actprune.operators.weight_grad import packed_weight_grad, weight_grad_behind_norm
 from lightning_actprune.schedules import check_sparsity
 
 _MANAGED = "_is_fsdp_managed_module"
@@ -206,18 +201,14 @@ def _product(x: Tensor, x_read: Tensor, x_rows: Tensor, weight: Tensor, bias: Te
     it records, torch computes one product of all rows, which is rounded before the bias is added.
 
     Args:
-        x: The input before autocast.
+        x: The input before autocast, not contiguous.
         x_read: The input after autocast, ``[..., IN]``.
         x_rows: The same laid out for the product, to be read if ``x_read`` would be copied.
         weight: ``[OUT, IN]``.
         bias: ``[OUT]`` or ``None``.
     """
     # A cast copy has the same order of dimensions in memory, but no gaps.
-    if (
-        x.dim() < 3
-        or x.is_contiguous()
-        or (x.dtype != x_read.dtype and torch.empty_like(x, device="meta").is_contiguous())
-    ):
+    if x.dim() < 3 or (x.dtype != x_read.dtype and torch.empty_like(x, device="meta").is_contiguous()):
         return no_view(F.linear(x_read, weight, bias))
     y = torch.mm((x_read if _flattens(x_read) else x_rows).reshape(-1, x_read.shape[-1]), weight.t())
     if bias is not None:
@@ -259,23 +250,6 @@ def _column_sums(grad_rows: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
             with on_device_of(grad_rows):
                 return launch(grad_rows)
     return grad_rows.sum(0, dtype=dtype)
-
-
-def weight_grad_of(
-    grad_y: Tensor, blocks: Blocks, shape: tuple[int, int, int], transposed: bool
-) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes the weight gradient of an input or of its packed copy, as backward does.
-
-    ``grad_y`` is the gradient of the output, inside attention ``[T, N, OUT]``; ``shape`` and ``transposed`` describe
-    the stored input. The function takes the input as ``[batch * rows, length]``, and returns fp32, or fp64 for fp64.
-    """
-    rows = _as_rows(grad_y.transpose(0, 1) if blocks.topk_over == "sample_second" else grad_y)
-    dtype = torch.promote_types(grad_y.dtype, torch.float32)
-
-    def weight_grad(stored: Tensor) -> Tensor:
-        return dense_weight_grad(rows, as_input_rows(stored, shape, transposed), dtype)
-
-    return weight_grad
 
 
 # === Launches: how kernels pack inputs of one layout ==================================================================

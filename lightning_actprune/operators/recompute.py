@@ -134,15 +134,15 @@ class _StoredFormat(NamedTuple):
 
     Args:
         dtype: The tensor's own type.
-        shape: The tensor's own shape.
         layout: How the tensor is cut into quantized blocks, ``None`` if it is not quantized.
-        bits: Bits of a stored value.
+        shape: The shape of a quantized tensor.
+        bits: Bits of a quantized value.
     """
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    layout: Layout | None
-    bits: int
+    layout: Layout | None = None
+    shape: tuple[int, ...] = ()
+    bits: int = 0
 
     def read(self, values: Tensor) -> Tensor:
         """Return the tensor in its own type, shape and strides, in new memory."""
@@ -316,15 +316,15 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
     has_16_bits = keep.bits == HALF and x.dtype != torch.float32
     if first.is_compared or keep.bits is None or (has_16_bits and keep.offload):
         # A copy, since the module may write to `x` while that goes to the host.
-        return _StoredFormat(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
+        return _StoredFormat(x.dtype), x.detach().clone()
     if has_16_bits:
         return None, x
     if keep.bits == HALF:
-        return _StoredFormat(x.dtype, tuple(x.shape), None, HALF), x.detach().to(torch.bfloat16)
+        return _StoredFormat(x.dtype), x.detach().to(torch.bfloat16)
     layout = layout_of(x.shape, x.stride(), keep.block_size)
     if layout is None:
         return None, x
-    stored_format = _StoredFormat(x.dtype, tuple(x.shape), layout, keep.bits)
+    stored_format = _StoredFormat(x.dtype, layout, tuple(x.shape), keep.bits)
     key = key_of(x, "recompute", keep.bits, layout)
     packed = None if key is None else find(x, key)
     if packed is not None:

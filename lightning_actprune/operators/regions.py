@@ -187,10 +187,6 @@ class Selection(NamedTuple):
     version: int
     indices: Uncompressed
 
-    def without_source(self) -> Selection:
-        """Return the same without the tensor."""
-        return self._replace(source=None)
-
     def select(self, values: Tensor) -> Tensor:
         """Return the rows of the unpacked source."""
         return values.as_strided(self.shape, self.layout.dense_strides)[self.indices.unpack()]

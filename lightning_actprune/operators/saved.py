@@ -309,7 +309,7 @@ class SavedTensorCompression:
             raise TypeError(f"`keep` must be a Keep, got {keep!r}. HINT: such as Keep(bits=8).")
         if keep.bits is None:
             raise ValueError("`keep` must have `bits`: without, no tensor would be packed. HINT: Keep(bits=8).")
-        self._block_size, self._bits, self._offload = keep.block_size, keep.bits, keep.offload
+        self._block_size, self._offload = keep.block_size, keep.offload
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
         bits = dict.fromkeys(("saved", "query", "key", "value", "attention_out"), keep.bits) | dict(attention or {})
         self._policy = Policy(

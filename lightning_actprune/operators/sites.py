@@ -223,7 +223,7 @@ class SavedActivation:
         """Let go of the tensor, and of what it was selected from."""
         self.stored = stored
         if self.selection is not None:
-            self.selection = self.selection.without_source()
+            self.selection = self.selection._replace(source=None)
         # What the graph holds has the hooks, and so what waits: the tensor would keep its own graph.
         del self.tensor
 
@@ -352,10 +352,10 @@ class Operations:
         # Who shares a small tensor has to have a name, though nothing may have waited for its node.
         first = self._first if self.is_watched else unknown[0].saving.number
         nodes = nodes_since(tensors, first, self._names)
-        known = [stay for stay in unknown if stay.saving.number in nodes]
-        for stay in known:
+        matches = [stay for stay in unknown if stay.saving.number in nodes]
+        for stay in matches:
             stay.site = stay.site_at(nodes[stay.saving.number])
-        return bool(known)
+        return bool(matches)
 
     def _store_ready(self, depth: int) -> None:
         """Store what waits at a known site, or in a module that returned; of one storage in the order of saving."""

@@ -247,17 +247,12 @@ def packed_weight_grad(grad_y: Tensor, packed: Packed, dtype: torch.dtype, eager
     """
     tensors, shape, transposed, block, bits = packed
     if len(tensors) == 1:
-        dense = packed.unpack(grad_y.dtype, eager)
-        return dense_weight_grad(grad_y, as_input_rows(dense, shape, transposed), dtype)
+        dense = packed.unpack(grad_y.dtype, eager)  # [batch * rows, length]
+        if transposed:  # [IN, batch * length], read as its columns
+            dense = dense.reshape(shape).transpose(0, 1).reshape(shape[1], -1).t()
+        return dense_weight_grad(grad_y, dense, dtype)
     compute: Callable[..., Tensor] = weight_grad if eager else torch.ops.actprune.weight_grad
     return compute(grad_y, *tensors, *shape, transposed, dtype, block, bits)
-
-
-def as_input_rows(stored: Tensor, shape: tuple[int, int, int], transposed: bool) -> Tensor:
-    """Return a stored input ``[batch * rows, length]`` of ``shape`` as ``[R, IN]``."""
-    if not transposed:
-        return stored
-    return stored.reshape(shape).transpose(0, 1).reshape(shape[1], -1).t()  # [IN, batch * length] read as its columns
 
 
 def weight_grad_behind_norm(
