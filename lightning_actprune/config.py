@@ -290,11 +290,6 @@ class Keep:
         """Bits of each stored value, 0 for unchanged values, as the codec and the kernels take them."""
         return self.bits or 0
 
-    @property
-    def changes(self) -> bool:
-        """Whether a tensor is kept differently from a dense layer."""
-        return self.bits is not None or isinstance(self.sparsity, SparsitySchedule) or self.sparsity > 0
-
 
 @dataclass(frozen=True)
 class Recompute:

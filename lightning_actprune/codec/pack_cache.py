@@ -331,13 +331,6 @@ class Retainers:
         reference = None if entry is None else entry[1].get(name)
         return None if reference is None else reference()
 
-    def all_of(self, address: int) -> list[Any]:
-        """Return all live retainers of the storage."""
-        entry = self._storages.get(address)
-        references = () if entry is None else tuple(entry[1].values())
-        retainers = (None if reference is None else reference() for reference in references)
-        return [retainer for retainer in retainers if retainer is not None]
-
     def first_name(self, address: int) -> Any:
         """Return the name of the storage's first retainer."""
         return next(iter(self._storages[address][1]))

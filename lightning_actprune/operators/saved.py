@@ -369,8 +369,6 @@ class SavedTensorCompression:
         """Start counting anew."""
         self._rows: dict[Any, CompressedRow] = {}
         self._left: dict[Any, LeftRow] = {}
-        self.retained_twice_bytes = 0
-        """Bytes of packed tensors whose storage something retained uncompressed later on, so that they save none."""
 
     def attach(self) -> Self:
         """Quantize what the next forwards save. Does nothing if attached."""
@@ -609,7 +607,6 @@ class SavedTensorCompression:
         address = storage._cdata
         if address not in self._uncompressed:
             self._uncompressed.add(StorageKey(storage), None, stored)  # type: ignore[no-untyped-call]
-            self.retained_twice_bytes += sum(packed.nbytes for packed in self._packed.all_of(address))
         return stored
 
     def _quantized(self, stay: SavedActivation, bits: int) -> QuantizedRegion:

@@ -228,7 +228,6 @@ def test_what_something_retains_as_it_is_stays_so():
         with SavedTensorCompression(model, min_values=256) as saving:
             y = model(activation())
             assert (80, 64) not in {row.shape for row in saving.rows}
-        assert saving.retained_twice_bytes == 0
         y.sum().backward()
         assert not saving._uncompressed._storages
 
