@@ -271,7 +271,10 @@ class ActivationMemoryMonitor(TrainerCallback):
         self._was_shown = True
         prunings = [callback for callback in _find_prunings(trainer) if callback.is_told_by_monitor(trainer)]
         layers = [line for callback in prunings for line in callback.describe()]
-        show(trainer, "\n".join([*report.describe_sizes(), *layers, *report.describe_rest()]))
+        rest = report.describe_rest()
+        if any(callback.memory_budget is not None for callback in prunings):
+            rest = rest[:1]  # without advice: the budget leaves dense what fits
+        show(trainer, "\n".join([*report.describe_sizes(), *layers, *rest]))
         epoch, step = trainer.current_epoch, report.step
         if step is not None and is_detailed(self.verbose):
             show(trainer, tabulate_keepers(step, epoch), tabulate_step(step, epoch))
