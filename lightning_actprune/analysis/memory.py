@@ -173,16 +173,18 @@ class MemoryReport:
 
     def describe_rest(self) -> list[str]:
         """Return a line on the largest of what is kept, and advice if much of it is uncompressed."""
-        sizes = {n: sum(row.stored_bytes for row in rows) for n, rows in group_by_place(self.rows, _describe_layer)}
-        sizes |= self.keepers
+        sizes = Counter(self.keepers)
+        for name, rows in group_by_place(self.rows, _describe_layer):
+            sizes[name] += sum(row.stored_bytes for row in rows)
         if self.step is not None:
-            sizes = {group.label: group.nbytes for group in self.step.groups(self.step.forward_end)}
+            sizes = Counter()
+            for group in self.step.groups(self.step.forward_end):
+                sizes[group.label] += group.nbytes
         if self.compiled:
-            sizes = {name: nbytes for name, nbytes in sizes.items() if _COMPILED not in name}
-            by_setting = group_compiled(self.compiled)
-            sizes |= {f"{name} ({how.partition(':')[0]})": stored for name, how, _, stored in by_setting}
-        groups = sorted((group for group in sizes.items() if group[1]), key=lambda group: -group[1])
-        largest = join_names([f"{label} {mib(nbytes)} MiB" for label, nbytes in groups[:MOST_NAMED]])
+            sizes = Counter({name: nbytes for name, nbytes in sizes.items() if _COMPILED not in name})
+            for name, how, _, stored in group_compiled(self.compiled):
+                sizes[f"{name} ({how.partition(':')[0]})"] += stored
+        largest = join_names([f"{name} {mib(nbytes)} MiB" for name, nbytes in sizes.most_common(MOST_NAMED) if nbytes])
         advice = "" if self.step is None else _describe_fixed(self.step) or describe_uncovered(self)
         return [f"Largest of what is kept: {largest}.", *([advice] if advice else [])]
 
