@@ -373,7 +373,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, config: Config)
         if is_double and is_converted(layer) and layer.keep.bits:
             raise ValueError(
                 f"Layer {fqns[0]!r} is in float64, whose values cannot be kept in few bits. HINT: train in float32 or "
-                "16 bits, or drop blocks alone (preset 'paper')."
+                "16 bits, or use preset 'paper', which only drops blocks."
             )
 
 

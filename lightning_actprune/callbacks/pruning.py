@@ -430,7 +430,7 @@ class ActivationPruning(TrainerCallback):
             self._report = run_check(convert_layers, pl_module, config, self._owner)
             for row in self._report.skipped if self._budget is not None else ():
                 if self._config.rule_of([row.fqn], row.operator) != config.rule_of([row.fqn], row.operator):
-                    self._report.leave_dense(row.fqn, "the memory budget keeps it dense")
+                    self._report.leave_dense(row.fqn, "left dense by the memory budget")
         self._decisions.apply(pl_module, self._report)
         compression = find_hooks(pl_module, self._owner)
         self._decisions.saved = SiteDecisions() if compression is None else compression.decisions

@@ -242,5 +242,5 @@ def _parse_memory(text: str) -> int:
     except ValueError:
         size = 0.0
     if not isinstance(size, int):
-        raise ValueError(f"--memory must be a size in GiB or MiB, such as 24GiB, got {text!r}.")
+        raise ValueError(f"--memory must be a size with a unit, such as 24GiB or 24GB, got {text!r}.")
     return size
