@@ -215,9 +215,13 @@ def describe_conversion(report: ConversionReport, last: Mapping[str, float]) -> 
         parts.append(f"Not covered: {join_names(uncovered)}.")
     if report.saved is not None and (report.converted or report.recomputed):
         parts.append(f"Large tensors that other operations keep: {describe_keep(report.saved)}.")
-    blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
+    blocks: dict[tuple[str, str, Recompute], list[str]] = {}
+    for block in report.recomputed:
+        assert block.recompute is not None
+        blocks.setdefault((_NUMBER.sub("*", block.fqn), block.kind, block.recompute), []).append(block.fqn)
     if repeated := [
-        f"{name} ({number} {kind}, {describe_inputs(how)})" for (name, kind, how), number in blocks.items() if how
+        f"{name if fqns[1:] else fqns[0]} ({len(fqns)} {kind}, {describe_inputs(how)})"
+        for (name, kind, how), fqns in blocks.items()
     ]:
         parts.append(f"Run again in backward: {join_names(repeated)}.")
     return " ".join(parts)
