@@ -196,7 +196,7 @@ def new_owner(name: str) -> str:
 
 
 def _name_owner(owner: str | None) -> str:
-    """Return what users call an owner."""
+    """Return the name of an owner, without the part that makes it unique."""
     return str(owner).partition(" #")[0]
 
 

@@ -200,7 +200,7 @@ class Read:
 
 
 def read_mark(node: Node) -> Mark:
-    """Return what a mark in a graph says."""
+    """Return the content of a mark in a graph."""
     return Mark.read(str(node.args[1]))
 
 
