@@ -39,6 +39,7 @@ from lightning_actprune.analysis.recorder import (
 from lightning_actprune.analysis.step_memory import LOSSES, Retainer, StepMemory
 from lightning_actprune.codec.private import FOR_FAKES, refusal
 from lightning_actprune.compiled.decision_log import Row
+from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.base import Converted, dense_class
 from lightning_actprune.operators.hooks import in_compiled_region, is_recomputation
@@ -390,7 +391,10 @@ def describe_memory(report: MemoryReport) -> str:
     stored = f"{mib(report.stored_bytes)} MiB"
     if report.dense_bytes is None:
         if not report.compiled:
-            return f"Activations: {stored}; compiled code hides what the dense model would keep."
+            return (
+                f"Activations: {stored}; compiled code hides what the dense model would keep. It packs only tensors of "
+                f"{Model.min_values:,} values or more."
+            )
         dense = mib(sum(row.dense_bytes for row in report.compiled))
         return f"Activations: {stored}; uncompressed, compiled code would keep up to {dense} MiB."
     if report.dense_bytes == report.stored_bytes:
