@@ -211,11 +211,10 @@ def _saved_state(checkpoint: Path) -> Mapping[str, Tensor]:
 
 def fit_all(cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path) -> list[list[Any]]:
     """Return, for each case, what each process has seen of it; for a function, what it returns."""
-    # A fork spares the seconds that two processes need for their imports. CUDA, once in use, does not survive it, nor
-    # do threads of autograd, which tests that compile may have left in this process.
-    compiles = any(isinstance(case, Case) and case.compiled for case in cases)
-    method = "spawn" if torch.cuda.is_available() or compiles else "fork"
-    mp.start_processes(_rank, (cases, accelerator, folder, find_free_network_port()), RANKS, start_method=method)
+    # A fork of this process would not survive CUDA, nor threads of autograd, which tests that compile may have left in
+    # it. That of a server does, and only the server needs the seconds for imports.
+    mp.get_context("forkserver").set_forkserver_preload([__name__])
+    mp.start_processes(_rank, (cases, accelerator, folder, find_free_network_port()), RANKS, start_method="forkserver")
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
