@@ -27,6 +27,7 @@ def records_of(tmp_path, script, *arguments):
 # === Steps ============================================================================================
 
 
+@pytest.mark.nightly
 def test_steps_of_methods_side_by_side(tmp_path):
     methods = ["dense", "checkpoint", "max", "linear:s0.5:b16", "rounded", "budget:0.99"]
     records = records_of(tmp_path, "bench_step", "--together", "6", "--methods", *methods)
