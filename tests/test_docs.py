@@ -29,12 +29,13 @@ def code_blocks(page, language):
 
 
 def pages():
-    """Return the pages with Python, those with packages that are no dependency as ``foreign``."""
+    """Return the pages with Python, those with packages that are no dependency as ``foreign``, or with many nightly."""
     for path in PAGES:
         blocks = code_blocks(path.read_text(), "python")
         if blocks:
-            foreign = re.search(r"(?:import|from) (?:transformers|timm|peft|monai)\b", "\n".join(blocks))
-            yield pytest.param(path, marks=pytest.mark.foreign if foreign else pytest.mark.integration, id=path.name)
+            packages = set(re.findall(r"(?:import|from) (transformers|timm|peft|monai)\b", "\n".join(blocks)))
+            mark = "nightly" if "monai" in packages else "foreign" if packages else "integration"
+            yield pytest.param(path, marks=getattr(pytest.mark, mark), id=path.name)
 
 
 @pytest.mark.parametrize("page", list(pages()))
