@@ -266,7 +266,7 @@ WORKLOADS = {
         partial(_sound, seconds=15),
         _own_loss,
     ),
-    "MambaForCausalLM": Workload(  # few layers and tokens: a loop in Python, in time that grows with their square
+    "MambaForCausalLM": Workload(  # few tokens: a loop over them in Python takes time that grows with their square
         "transformers",
         4,
         partial(_transformers, "MambaForCausalLM", "MambaConfig", num_hidden_layers=4, use_cache=False),

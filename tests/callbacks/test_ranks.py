@@ -211,10 +211,11 @@ def _saved_state(checkpoint: Path) -> Mapping[str, Tensor]:
 
 def fit_all(cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path) -> list[list[Any]]:
     """Return, for each case, what each process has seen of it; for a function, what it returns."""
-    # A fork of this process would not survive CUDA, nor threads of autograd, which tests that compile may have left in
-    # it. That of a server does, and only the server needs the seconds for imports.
+    # A fork spares imports, which take seconds. Tests that compile may have left threads of autograd in this process,
+    # so a server is forked instead. CUDA survives no fork, once asked how many GPUs there are.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
     mp.get_context("forkserver").set_forkserver_preload([__name__])
-    mp.start_processes(_rank, (cases, accelerator, folder, find_free_network_port()), RANKS, start_method="forkserver")
+    mp.start_processes(_rank, (cases, accelerator, folder, find_free_network_port()), RANKS, start_method=method)
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
